@@ -45,7 +45,7 @@ def _saved(run: Path, factor: float) -> Path:
     }
     saver = Checkpoints(run / "checkpoints", warn=print)
     saver.save(State(made, {"step": 1}), step=1, best=False)
-    saver.close()
+    saver.wait()
     return run
 
 

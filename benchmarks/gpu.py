@@ -154,7 +154,7 @@ def copy_rate(clock: Clock, size_bytes: int, rounds: int) -> Series:
 def image_flop(model: str, classes: int = 10, side: int = 32) -> float:
     """Return the operations of one image forward and backward, as torch counts convolutions and products."""
     images = 2
-    net = models.build(model, classes=classes, in_channels=3, image_size=side)
+    net = models.build_for(model, classes=classes, shape=(3, side, side))
     with FlopCounterMode(display=False) as counter:
         net(torch.zeros(images, 3, side, side)).sum().backward()
     return float(counter.get_total_flops()) / images

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import RunConfig, World, override, train
-from lockstep.engine import train_step
 from lockstep.record.base import Recorder
 from lockstep.record.jsonl import JsonLines
 from lockstep.steps.job import Job
@@ -95,12 +94,12 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
     These are the engine's own steps without its metrics; on a GPU its caller waits for the device.
     """
     size = job.plan.global_size
-    job.strategy.settle(job.model, lambda: train_step(job, size, next(batches)))
+    job.strategy.prepare(job.model, lambda: job.train_step(size, next(batches)))
 
     def run() -> float:
         begin_s = time.perf_counter()
         for _ in range(steps):
-            train_step(job, size, next(batches))
+            job.train_step(size, next(batches))
             job.precision.unscale(job.optimizer.parameters)
             job.precision.step(job.optimizer.each, clip=None)
             job.optimizer.zero_grad()

@@ -64,7 +64,7 @@ def _trained(config: RunConfig, path: Path, *, watched: bool) -> Callable[[], fl
             if watched:  # the end of each phase is noted, as in a trial
                 watcher = measured.Watcher(world)
                 watcher.is_endless = False
-                world.pulse.listener = watcher
+                world.progress.listener = watcher
             train(config, world, marks)
         finally:
             marks.close()

@@ -96,7 +96,7 @@ def measure() -> Report:
 
 def _shape() -> dict[str, object]:
     """Return where in a step of the projects' net its gradients are ready."""
-    model = models.build("pyramidnet-110-270", classes=10, in_channels=3, image_size=32)
+    model = models.build_for("pyramidnet-110-270", classes=10, shape=(3, 32, 32))
     images, labels = torch.randn(_IMAGES, 3, 32, 32), torch.arange(_IMAGES)
     clock = Clock()
     mark_exchanges([model], clock, on_gpu=False)

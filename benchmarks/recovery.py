@@ -20,7 +20,7 @@ import torch
 from lockstep import RunConfig, World, launch
 from lockstep.checkpoint import write as saving
 from lockstep.launchers import rank
-from lockstep.monitor.watchdog import Watch
+from lockstep.monitor.watchdog import Watchdog
 from lockstep.steps.job import assemble
 from lockstep.steps.saving import Saver
 
@@ -57,7 +57,7 @@ def measure() -> Report:
         f"{verdict(max(ends.values) <= GOAL_ENDS_S)}); the next step came after {restart.median:.2f} times a cold "
         f"start (goal {GOAL_RESTART}, {verdict(restart.median <= GOAL_RESTART)}). A stopped rank was named "
         f"{late.median:.1f} s after --stall-timeout (goal {GOAL_SENTENCE_S:.0f} s, "
-        f"{verdict(max(late.values) <= GOAL_SENTENCE_S)}), the right one {right} of {STOPS} times. Watch and "
+        f"{verdict(max(late.values) <= GOAL_SENTENCE_S)}), the right one {right} of {STOPS} times. Watchdog and "
         f"checkpoints cost {parts.median:.2%} of a step by what they do (goal {GOAL_COST:.0%}, "
         f"{verdict(parts.median <= GOAL_COST)}), and {cost.median:.2%} by the clock, which is sure to lie between "
         f"{least:.2%} and {most:.2%} ({verdict_within((least, most), GOAL_COST)}). A save keeps training for "
@@ -233,7 +233,7 @@ def _step_s(config: RunConfig, world: World, **saving: Any) -> float:
         )
         if output is not None:
             (output / "output").mkdir(parents=True, exist_ok=True)
-        world.pulse.folder = output  # as `run` has it: for what the watch keeps there
+        world.progress.folder = output  # as `run` has it: for what the watch keeps there
         step_s = engine_step_s(config, Path(own) / "steps.jsonl", world)
         world.barrier()
         return step_s
@@ -256,7 +256,7 @@ class _Unwatched:
         return ""
 
 
-_watches: list[Callable[[], Watch]] = []
+_watches: list[Callable[[], Watchdog]] = []
 """What starts this rank's watch."""
 
 
@@ -265,9 +265,9 @@ def _hold_back(*given: Any) -> _Unwatched:
     return _Unwatched()
 
 
-_watch = rank.start_watch
+_watch = rank.start_watchdog
 if _HELD_BACK in os.environ:
-    rank.start_watch = _hold_back  # type: ignore[assignment]
+    rank.start_watchdog = _hold_back  # type: ignore[assignment]
 
 
 def stalled() -> Series:
@@ -288,7 +288,7 @@ def stalled() -> Series:
                 return time.perf_counter() - begin_s
 
             found = interleave({"save": save_s, "step": stepper(job, repeated(job), steps=1)}, rounds=ROUNDS)
-            checkpoints.close()
+            checkpoints.wait()
         return found["save"].per(found["step"])
     finally:
         torch.set_num_threads(threads)

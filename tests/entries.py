@@ -69,9 +69,9 @@ def lose(config: RunConfig, world: World) -> None:
 
 def read_long(config: RunConfig, world: World) -> None:
     """Kill rank 1; the others are in a long read of data, and in no collective."""
-    world.pulse.folder = config.record.output
+    world.progress.folder = config.record.output
     world.barrier()
-    world.pulse.enter("data")
+    world.progress.enter("data")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)

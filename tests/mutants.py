@@ -225,7 +225,7 @@ a resumed run's ledger keeps steps that are forgotten: checks/pages.py
 + if page.last_step:
 # law 6: a run that is taken up ends with the same bits
 = ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[7-1-values0]
-a run is taken up a step too far: steps/progress.py
+a run is taken up a step too far: steps/position.py
 - "epoch_s": list(meta["epoch_s"])}
 + "epoch_s": list(meta["epoch_s"]), "step": meta["step"] + 1}
 the optimizer's state is lost: steps/prepared.py
@@ -383,7 +383,7 @@ a second signal is one more first one: monitor/signals.py
 + pass
 = unit/test_launchers.py::test_each_rank_takes_gpus_of_its_own
 two ranks share a GPU: launchers/rollcall.py
-- if other is not claim:
+- if other is not member:
 + if False:
 = unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code
 a store that answers late changes the exit code: __main__.py
@@ -493,7 +493,7 @@ a session divides by its own tokens: training/gradients.py
 + total = self._world.size * on_device(own, self._world.device)
 = ranks/test_session.py::test_a_loop_that_is_continued_ends_with_the_same_bits[1-1]
 a session that is continued begins its epoch anew: sessions/session.py
-- first=progress.within if counts
+- first=position.within if counts
 + first=0 if counts
 = ranks/test_session.py::test_ranks_whose_data_differ_are_refused_in_their_first_step_and_evaluation
 ranks with other data train on: sessions/session.py
@@ -540,7 +540,7 @@ a mean over nothing is taken: training/gradients.py
 + return loss * factor
 = unit/test_engine.py::test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left
 a finished run has the scores of another step: steps/loop.py
-- return self._result is not None and progress.evaluated != progress.step
+- return self._result is not None and position.evaluated != position.step
 + return False
 = unit/test_engine.py::test_the_loss_and_its_scale_are_one_matter_in_half_precision
 a loss is scaled by another scale than its step: sessions/session.py

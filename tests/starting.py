@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.launchers import stores
-from lockstep.launchers.rollcall import Claim
+from lockstep.launchers.rollcall import Member
 
 from .command import ROOT, Running, start
 from .ports import free_port
@@ -28,14 +28,14 @@ def start_rank(
     return start(ROOT, entry, options, through=through, module="tests.run_entry", **(env or {}))
 
 
-def claim_of(rank: int, size: int, **values: Any) -> Claim:
-    return Claim(**{"rank": rank, "size": size, "accelerator": "cpu", **values})
+def member_of(rank: int, size: int, **values: Any) -> Member:
+    return Member(**{"rank": rank, "size": size, "accelerator": "cpu", **values})
 
 
-def doors_to(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Meeting]]:
+def doors_to(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Rendezvous]]:
     port, path = free_port(), folder / "meeting"
 
-    def door(rank: int) -> stores.Meeting:
+    def door(rank: int) -> stores.Rendezvous:
         if scheme == "file":
             return stores.at_file(path, is_main=not rank, timeout_s=20)
         return stores.connect("127.0.0.1", port, 20) if rank else stores.serve("127.0.0.1", port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import nullcontext
 
-from lockstep.engine import train_share, train_step
+from lockstep.engine import train_share
 from lockstep.record.base import Nothing
 from lockstep.runs.run import Opened
 from lockstep.sessions.scoring import Classifier
@@ -17,7 +17,7 @@ def steps(job: Job) -> Generator[None, None, None]:
     """Train as `lockstep train` does, without its scores; yield after each optimizer step, before its metrics."""
     run, parts = nullcontext(Opened(job.config, Nothing(), None)), job.prepared()
     with Session(job.config, job.world, run, prepared=parts, precision=job.precision) as session:
-        task = Classifier(job, session, train_step)
+        task = Classifier(job, session)
         for _ in session.epochs(job.config.epochs):
             for batch in session.batches(job):
                 train_share(task, session, batch, job.config.optim.clip)

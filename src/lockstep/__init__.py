@@ -1,4 +1,4 @@
-"""lockstep trains one PyTorch model on any number of devices, and it is still the same model.
+"""lockstep trains the same PyTorch model on any number of devices.
 
 A loop of one's own:
 
@@ -16,9 +16,8 @@ The command from Python:
     config = lockstep.override(lockstep.recipe("digits"), devices=2)
     result = lockstep.launch(lockstep.run, config)      what `lockstep train digits --devices 2` does
 
-Whatever cannot be honoured raises a `LockstepError`, whose text is one sentence: `RequestError`, `RunError`,
-`ProofError`, or `Stopped`. The names are looked up when they are used, so that importing lockstep, and with it the
-command, does not import torch.
+Failures raise a `LockstepError`, whose text is one sentence: `RequestError`, `RunError`, `ProofError`, `Stopped`. The
+names are looked up when they are used, so that importing lockstep, and with it the command, does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`lockstep`, or `python -m lockstep`, which is also what torchrun starts: `torchrun -m lockstep train …`."""
+"""The command: `lockstep`, or `python -m lockstep`. torchrun starts it as well: `torchrun -m lockstep train …`."""
 
 import atexit
 import contextlib
@@ -29,7 +29,7 @@ def main() -> NoReturn:
 
 
 def _open_all() -> None:
-    """Have something behind stdin, stdout and stderr that were closed, lest another file takes their place."""
+    """Open /dev/null for closed stdin, stdout and stderr. Otherwise other files would take their descriptors."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""What lockstep uses of torch that it does not promise.
+"""The parts of torch that lockstep uses and torch does not promise.
 
 `tests/ranks/test_private.py` says what breaks without each.
 """
@@ -47,9 +47,9 @@ _KEPT = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what 
 def spare_compiler() -> None:
     """Have optimizers and DDP not import torch's compiler.
 
-    That takes nearly as long as importing torch itself. They do so to tell it that some of their methods are none of
-    its business. As long as nobody else has imported it, nothing is compiled, and the methods are called as they are;
-    from then on all is as torch has it. Where torch keeps this in another way, a start takes a second longer.
+    Its import takes nearly as long as torch's own. They import it to exclude some of their methods from compilation.
+    As long as no other code has imported it, nothing is compiled, and the methods are called as they are; after that
+    all is as torch has it. Where torch keeps this in another way, a start takes a second longer.
     """
     for owner in (Optimizer, DistributedDataParallel):
         for method in vars(owner).values():
@@ -71,9 +71,9 @@ def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Have DDP, which asks for them as it is made, find the compiler's default options.
+    """Have DDP find the compiler's default options, without importing the compiler.
 
-    It imports none then. Where somebody has imported the compiler, it is asked.
+    DDP asks for these options as it is made. A compiler that is imported already is asked itself.
     """
     if _COMPILER in sys.modules:
         yield
@@ -84,15 +84,15 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         if vars(torch)["_dynamo"] is options:
-            del torch._dynamo  # whoever asks next imports it
+            del torch._dynamo  # the next access imports it
 
 
 @torch.no_grad()
 def step(optimizer: Optimizer) -> None:
-    """Make the optimizer's step without what torch wraps it in.
+    """Step the optimizer without torch's wrappers.
 
-    That is a profiler's mark, hooks, and marks for the compiler, which take time in each step, and import the compiler
-    too. Of an optimizer that is wrapped in another way, as much is left out as `inspect.unwrap` takes off.
+    These are a profiler's mark, hooks, and marks for the compiler, which take time in each step, and import the
+    compiler too. Of an optimizer that is wrapped in another way, as much is left out as `inspect.unwrap` takes off.
     """
     kind: Any = type(optimizer)
     _unwrapped_step(kind)(optimizer)
@@ -105,7 +105,7 @@ def _unwrapped_step(kind: Any) -> Callable[[Optimizer], Any]:
 
 
 def step_with_hooks(optimizer: Optimizer) -> Any:
-    """As `optimizer.step()`; as `step` for torch's own without hooks."""
+    """Step as `optimizer.step()`; as `step` for torch's own without hooks."""
     kind, module = type(optimizer), sys.modules[Optimizer.__module__]
     hooked = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
     hooked |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
@@ -129,18 +129,18 @@ def as_default_group(group: Any) -> Iterator[None]:
 
 
 def arguments(operator: Any) -> Sequence[Any]:
-    """Return the arguments of an operator of torch's: their names, and whether it writes to them (`alias_info`)."""
+    """Return an operator's arguments. Each has its name, and whether the operator writes to it (`alias_info`)."""
     found: Sequence[Any] = operator._schema.arguments
     return found
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called: a copy of it calls the original's code."""
+    """Return whether `module.compile()` was called. A copy of such a module calls the original's code."""
     return module._compiled_call_impl is not None
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """Return a copy of the module tree that shares the parameters and has buffers of its own.
+    """Copy the module tree, with shared parameters and buffers of its own.
 
     torch's own `replicate` copies to GPUs alone.
     """
@@ -157,9 +157,9 @@ def replicate(module: nn.Module) -> nn.Module:
 
 
 def end_workers(iterator: Any) -> None:
-    """End a DataLoader's workers and wait for them: now, and not when nobody holds the iterator any more.
+    """End a DataLoader's workers now, and wait for them.
 
-    The trace of an exception may.
+    Otherwise they live as long as the iterator, which an exception's trace may hold.
     """
     if end := getattr(iterator, "_shutdown_workers", None):
         end()
@@ -171,10 +171,10 @@ def set_timeout(limit: timedelta) -> None:
 
 
 def plain_rendezvous(state: bytes) -> Any:
-    """Return a dynamic rendezvous (round, participants, closed) out of its pickle.
+    """Unpickle the state of a dynamic rendezvous (round, participants, closed).
 
-    torch itself unpickles whatever lies in the agents' store: whoever reaches that port could have every agent run code
-    of theirs. Here the bytes may name the few types that such a state is made of, and nothing else. Raises
+    torch itself unpickles any bytes in the agents' store: a stranger who reaches that port could have every agent run
+    code. Here the bytes may name the few types that such a state is made of, and nothing else. Raises
     `pickle.UnpicklingError` for others, and so refuses to begin where torch keeps its state in another way.
     """
     return _Plain(io.BytesIO(state)).load()

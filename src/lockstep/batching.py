@@ -1,4 +1,4 @@
-"""The global batch, shared out: global batch → global micro-batches → each rank's share of them.
+"""The global batch's split: global micro-batches, then each rank's share.
 
 The statistics of BatchNorm are those of one global micro-batch: their number is part of the model, and stays when the
 world changes. Each is cut into a part for each device of the world; a rank has its devices' parts, which are
@@ -17,7 +17,7 @@ from .errors import RequestError, counted
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """`global_size` samples a step, in `accumulation` micro-batches, among `ranks` that drive `devices` each."""
+    """A global batch's split: `accumulation` micro-batches among `ranks` of `devices` each."""
 
     global_size: int
     ranks: int
@@ -34,7 +34,7 @@ class BatchPlan:
         accumulation: int | None = None,
         devices: int = 1,
     ) -> BatchPlan:
-        """Return the plan with `accumulation` micro-batches, or the fewest of at most `micro_size` samples a rank.
+        """Plan a global batch. By `accumulation` micro-batches, or the fewest of at most `micro_size` samples a rank.
 
         Raises `RequestError` where the batch cannot be shared out so that each rank has work.
         """
@@ -68,21 +68,21 @@ class BatchPlan:
         return samples // self.global_size if drop_last else -(-samples // self.global_size)
 
     def batch(self, step: int, samples: int) -> tuple[int, int]:
-        """Return [start, stop): the positions of the epoch's order that step `step` (from 0) trains on."""
+        """Return [start, stop) of a step's positions in the epoch's order. Steps count from 0."""
         start = step * self.global_size
         return start, min(start + self.global_size, samples)
 
     def split(self, start: int, stop: int, rank: int) -> list[range]:
-        """Return the rank's share, which may be empty, of each micro-batch of the batch at positions [start, stop)."""
+        """Return the rank's share of each micro-batch. The batch has positions [start, stop); a share may be empty."""
         micros = self._micros(stop - start)
         return [self._share(_cut(range(start, stop), micros, micro), rank) for micro in range(micros)]
 
     def shares(
         self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False
     ) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield [start, stop) of each share of an epoch of `samples`, from step `first` on, with its batch's samples.
+        """Yield each share of an epoch of `samples`, from step `first` on.
 
-        The last value says whether it is in the batch's last micro-batch.
+        Each is (start, stop, the batch's samples, whether the share is in the batch's last micro-batch).
         """
         whole = self.split(0, self.global_size, rank)  # the same for each batch but the last: cut once
         for step in range(first, self.steps(samples, drop_last=drop_last)):
@@ -93,7 +93,7 @@ class BatchPlan:
                 yield begin + part.start, begin + part.stop, total, part is parts[-1]
 
     def leaves_ranks_empty(self, samples: int, *, drop_last: bool = False) -> bool:
-        """Return whether a share of an epoch of `samples` samples is empty, as its last batch's can be."""
+        """Return whether an epoch of `samples` has an empty share. Its last batch alone can have one."""
         last = samples % self.global_size
         smallest = last // self._micros(last)
         return last > 0 and not drop_last and smallest < _fewest(self.ranks, self.devices)
@@ -106,7 +106,7 @@ class BatchPlan:
         return range(_cut(micro, parts, first).start, _cut(micro, parts, first + self.devices - 1).stop)
 
     def __str__(self) -> str:
-        """Return the line that is printed once: `global batch 256 = 4 ranks × 2 micro-batches × 32`."""
+        """Return the plan in one line. `global batch 256 = 4 ranks × 2 micro-batches × 32`, for example."""
         each, more = divmod(self.global_size, self.ranks * self.devices * self.accumulation)
         ranks = counted(self.ranks, "rank") + (f" × {counted(self.devices, 'device')}" if self.devices > 1 else "")
         micros = counted(self.accumulation, "micro-batch")
@@ -114,7 +114,7 @@ class BatchPlan:
 
 
 def most_ranks(micro: int, devices: int = 1) -> int:
-    """Return among how many ranks of `devices` devices each a global micro-batch of `micro` samples can be shared."""
+    """Return the most ranks of `devices` devices that can share `micro` samples."""
     return (micro - 1) // devices + 1
 
 
@@ -125,18 +125,18 @@ def _cut(whole: range, parts: int, part: int) -> range:
 
 
 def _fewest(ranks: int, devices: int) -> int:
-    """Return the samples of the smallest global micro-batch of which every rank has one."""
+    """Return the smallest global micro-batch that gives every rank a sample."""
     return (ranks - 1) * devices + 1
 
 
 def _largest_micro(share: int, ranks: int, devices: int) -> int:
-    """Return the samples of the largest global micro-batch of which no rank has more than `share`."""
+    """Return the largest global micro-batch with at most `share` samples a rank."""
     each, more = divmod(share, devices)
     return ranks * devices * each + more
 
 
 def _least_micro(above: int, global_size: int, ranks: int, devices: int) -> int:
-    """Return the least --micro-batch above one that leaves a rank without a sample, which leaves none."""
+    """Return the least --micro-batch over `above` that gives every rank a sample."""
     fewest = _fewest(ranks, devices)
     return next(
         size

@@ -1,14 +1,14 @@
-"""The training loop of `lockstep train`. Read this file first.
+"""Training loop of `lockstep train`. Read this file first.
 
-It is a loop over a `Session`, as a user's own is: a `Task` says what the loss of a batch is, as a sum over its samples,
-and how the weights are scored. A classifier's `Job`, which `assemble` makes of a config, has a `Strategy` that
-exchanges gradients while the backward pass runs; a training step of the user's own (`task`) has them summed by the
-session, which shares the global batch out, counts, records, saves and proves. Every rank calls what is *collective*.
+The loop is over a `Session`, as a user's own: a `Task` defines the loss of a batch, as a sum over its samples, and
+the scores of the weights. A classifier's `Job`, which `assemble` makes of a config, has a `Strategy` that exchanges
+gradients while the backward pass runs; a user's own training step (`task`) has them summed by the session, which shares
+the global batch out, counts, records, saves and checks. Every rank calls *collective* functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -22,14 +22,14 @@ from .record.result import RunResult
 from .runs.run import Opened, opened
 from .sessions.scoring import Classifier
 from .sessions.session import Session
-from .steps.job import Job, assemble
+from .steps.job import assemble
 from .steps.prepared import Source
 from .training.optim import Average, Optimizers
 from .world.world import World
 
 
 class Task(Protocol):
-    """What is learnt."""
+    """Training task: data source, optimizer, loss and evaluation."""
 
     source: Source
     optimizer: Optimizers
@@ -38,26 +38,26 @@ class Task(Protocol):
     average: Average | None
 
     def begin(self) -> None:
-        """Begin the session's run, and make ready for the first step (*collective*)."""
+        """Begin the session's run, and prepare the first step (*collective*)."""
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Return the sum of the loss over this rank's share, over how many things (None: samples), (logits, labels)."""
+        """Return the summed loss, its weight, and (logits, labels) or None. Weight None: samples."""
 
     def evaluate(self) -> None:
-        """Score the weights, and tell the session (*collective*)."""
+        """Score the weights, and record the score (*collective*)."""
 
 
 def run(config: RunConfig, world: World) -> RunResult:
-    """Train in a folder of its own: claim it, record, and leave a summary (*collective*)."""
+    """Claim the run's folder, train, and record a summary (*collective*)."""
     with opened(config, world) as ours:
         return train(ours.config, world, ours.recorder, state=ours.state)
 
 
 def train(config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None) -> RunResult:
-    """Train a classifier as `config` says and return what came of it (*collective*).
+    """Train a classifier as `config` says; return its result (*collective*).
 
     Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default from
-    the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for what cannot be honoured, `RunError`
+    the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for impossible requests, `RunError`
     for a loss that is not finite or weights that could not be written, `ProofError` for replicas that differ or samples
     that were not trained on once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
     """
@@ -66,9 +66,9 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     try:
         run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
         with Session(config, world, run, prepared=parts, precision=job.precision) as session:
-            task = Classifier(job, session, train_step)
+            task = Classifier(job, session)
             learn(task, session, config)
-        world.pulse.enter("")  # not after an error: where it came is told
+        world.progress.enter("")  # not after an error, whose report names the phase
         assert task.result is not None
         return task.result
     finally:
@@ -86,28 +86,19 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 
 
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
-    """Compute this rank's share of a global micro-batch; after a batch's last, step. The host waits for nothing."""
-    pulse = session.world.pulse
-    pulse.enter("forward")
+    """Train on this rank's share of a micro-batch. Steps after a batch's last one; the host waits for nothing."""
+    progress = session.world.progress
+    progress.enter("forward")
     loss, weight, last = task.loss(batch)
     session.backward_sum(loss, weight)
     if not session.is_last:
         return
     lr = task.lr(session.step)
     task.optimizer.set_lr(lr)
-    pulse.enter("step")
+    progress.enter("step")
     measure = session.loop.meter.ends_interval  # a norm costs more than some tiny steps
     norm = session.precision.step(task.optimizer.each, clip=clip, measure=measure)
     task.optimizer.zero_grad()
     if task.average is not None:
         task.average.update()
     session.stepped(lr, norm, last)
-
-
-def train_step(job: Job, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Exchange the gradients of a batch of `count` samples; `shares` are this rank's (x, y) of each micro-batch."""
-    given = list(shares)
-    for number, (x, y) in enumerate(given, start=1):
-        with job.strategy.sync_on(job.replica, last=number == len(given)):
-            loss, _ = job.loss(x, y)
-        job.precision.backward(loss, job.strategy.averages_over / count)

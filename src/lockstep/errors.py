@@ -30,7 +30,7 @@ class RequestError(LockstepError):
 
 
 class AbsentError(RequestError):
-    """Ranks that were to come did not come, or went away, before there was a world: another start may have them."""
+    """Ranks were missing, or left, before the world formed. Those of another start may come."""
 
 
 class RunError(LockstepError):
@@ -42,7 +42,7 @@ class RunError(LockstepError):
 
 
 class UnmatchedError(RunError):
-    """Ranks exchange different things at the same moment; which rank, and where, is added where that is told."""
+    """Ranks exchange different things at the same moment. The report adds rank and place."""
 
 
 class ProofError(LockstepError):
@@ -71,17 +71,18 @@ output-dir=output print-freq=log-every root=data-dir save-dir=output sched=sched
 smoothing=label-smoothing sync-batchnorm=batchnorm sync-bn=batchnorm torchrun=environment warmup-epochs=warmup
 wd=weight-decay 16-mixed=fp16
 """
-"""What torchvision's references, timm, torchrun, accelerate and Lightning call our options and values (theirs=ours):
+"""Names of our options and values in torchvision's references, timm, torchrun, accelerate and Lightning (theirs=ours):
 too far in spelling for the nearest name to be the right one."""
 _LIST_AT_MOST = 12
 """Names that a sentence can hold; where there are more, it says where the list is instead."""
+_NAMED_AT_MOST = 4  # ranks, one by one
 
 
 def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> RequestError:
-    """Return the error for a name that no table holds, with the nearest names that exist.
+    """Return the error for an unknown name, with the nearest known names.
 
-    `kind` is the word for the thing ("strategy"), `known` the names there are, `hint` a last sentence, such as where
-    the names are listed.
+    `kind` is the word for the thing ("strategy"), `known` the valid names, `hint` a last sentence, such as where the
+    names are listed.
     """
     names = {name.lstrip("-"): name for name in sorted(known)}  # dashes would make all flags alike
     word = asked.lower().lstrip("-").replace("_", "-")
@@ -98,14 +99,14 @@ def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> Requ
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with its noun, in the plural unless it is one."""
+    """Return the number with its noun, in the plural unless 1."""
     plural = "es" if noun.endswith("batch") else "s"
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
-    """Return ranks for a sentence: `rank 0 and rank 2`."""
-    return " and ".join(f"rank {rank}" for rank in ranks)
+def ranks_named(ranks: Collection[int]) -> str:
+    """Name ranks in a sentence: `rank 0 and rank 2`; many as spans."""
+    return " and ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= _NAMED_AT_MOST else ranks_in_short(ranks)
 
 
 def ranks_in_short(ranks: Iterable[int]) -> str:

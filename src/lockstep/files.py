@@ -1,8 +1,8 @@
 """Files: written whole and through no link, read at a bounded cost.
 
-A run's folder may come from somebody else, or be shared. So lockstep opens what it writes there with `opener=ours`, in
-folders made by `own_folder`, since a link would lead to a file of somebody else's choice. What it reads comes through
-`read` and `lines_of`, within `understanding`, which makes one error of every defect.
+A run's folder may come from somebody else, or be shared. So lockstep opens its output files with `opener=ours`, in
+folders made by `own_folder`, since a link would lead to a file of somebody else's choice. It reads files by `read` and
+`lines_of`, within `understanding`, which makes one error of every defect.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks wr
 _DEEPEST, _DIGITS = 32, 100  # levels of JSON, digits of its whole numbers
 _FILLED = 16  # times that a file system may compress
 LOCK = ".lock"
-"""In a run's folder: rank 0's process locks its first byte, and those who start ranks again share the second."""
+"""In a run's folder: rank 0's process locks its first byte, and supervisors of restarted ranks share the second."""
 DEFECTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error)
-"""What the contents of a damaged or hostile file make a reader raise."""
+"""Errors that a damaged or hostile file's contents raise in a reader."""
 REFUSED = {
     errno.ELOOP: "it is a link, and none is followed here",
     errno.EMLINK: "the file has another name, under which it would change too (hard link)",
@@ -38,7 +38,7 @@ REFUSED = {
 
 
 def named(path: str, flags: int) -> int:
-    """Open a regular file, as `opener` of `open`; it may be a link that the user has named."""
+    """Open a regular file, as `opener` of `open`. Follows links: the user has named the path."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe does not block
     except OSError as error:
@@ -50,12 +50,12 @@ def named(path: str, flags: int) -> int:
 
 
 def foreign(path: str, flags: int) -> int:
-    """Open a regular file that somebody else may have written, to read it; no link."""
+    """Open a regular file of unknown origin to read; refuse links."""
     return named(path, flags | os.O_NOFOLLOW)
 
 
 def ours(path: str, flags: int) -> int:
-    """Open a file that lockstep writes; raise OSError for a link, a pipe, and a file with a second name."""
+    """Open a file that lockstep writes. Raises OSError for a link, a pipe, and a file with a second name."""
     descriptor = named(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW)  # truncated once it is known to be ours
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
@@ -66,7 +66,7 @@ def ours(path: str, flags: int) -> int:
 
 
 def check_own(path: Path) -> None:
-    """Raise OSError where something other than a file or a folder lies at `path`: a link, a pipe."""
+    """Raise OSError for a link, pipe or other special file at `path`."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, REFUSED[errno.ELOOP], str(path))
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -74,13 +74,13 @@ def check_own(path: Path) -> None:
 
 
 def own_folder(path: Path) -> None:
-    """Make the folder `path` for what lockstep writes, and those above it; raise OSError where it is a link."""
+    """Make the folder `path` and its parents; raise OSError for a link."""
     check_own(path)
     path.mkdir(parents=True, exist_ok=True)
 
 
 def private_folder() -> Path:
-    """Return this user's folder among the temporary files, made if it is new; raise OSError where others can use it."""
+    """Return this user's folder among the temporary files. Made if new; raises OSError where others can use it."""
     path = Path(tempfile.gettempdir()) / f"lockstep-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -91,7 +91,7 @@ def private_folder() -> Path:
 
 
 def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = False) -> bytes:
-    """Return the bytes of a file that somebody else may have written; `through_links` where the user has named it.
+    """Return the bytes of a file of unknown origin. `through_links` is for a path that the user named.
 
     Raises OSError, too, for a link, a pipe, and more than `most_bytes`.
     """
@@ -103,14 +103,14 @@ def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = Fals
 
 
 def check_filled(found: os.stat_result) -> None:
-    """Raise OSError for a large file that is nearly all holes, which cost nothing to send, and minutes to read."""
+    """Raise OSError for a large file of mostly holes. Such a file costs nothing to send, and minutes to read."""
     held = found.st_blocks * 512  # 0 where a file system does not tell
     if found.st_size > MOST_BYTES and 0 < held < found.st_size / _FILLED:
         raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, of which the disk holds {held:,}")
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a foreign file with their ends, each of a bounded size; raises what `read` does."""
+    """Yield the lines of a foreign file with their ends. Raises as `read`, and for a line of 64 MiB."""
     with open(path, "rb", opener=foreign) as file:
         while line := file.readline(MOST_BYTES):
             if len(line) == MOST_BYTES:
@@ -119,7 +119,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of JSON text; ValueError for damage, and for nesting and numbers beyond all sense."""
+    """Return the value of JSON text. ValueError for damage, for over 32 levels, and for numbers of over 100 digits."""
     with contextlib.suppress(RecursionError):
         value = _DECODE(data if isinstance(data, str) else data.decode())
         if not _is_deep(value, _DEEPEST):
@@ -142,14 +142,14 @@ _DECODE = json.JSONDecoder(parse_int=_whole).decode
 
 
 def reason(error: BaseException) -> str:
-    """Return in one line why a file cannot be read."""
+    """Return in one line why reading a file failed."""
     told = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
     return " ".join(told.split())[:160]
 
 
 @contextlib.contextmanager
 def understanding(path: Path, advice: str = "give another copy of it") -> Iterator[None]:
-    """Make one `RequestError`, which names the file, of whatever its contents raise in the block."""
+    """Turn `DEFECTS` in the block into a `RequestError` that names the file."""
     try:
         yield
     except LockstepError:
@@ -159,7 +159,7 @@ def understanding(path: Path, advice: str = "give another copy of it") -> Iterat
 
 
 def shown(path: Path | None) -> str:
-    """Return a path as people write it: below the working folder, from there; "" for none."""
+    """Return a path for display. Relative below the working folder; "" for none."""
     if path is None:
         return ""
     with contextlib.suppress(ValueError, OSError):
@@ -176,12 +176,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically; where the disk does not take it, raise OSError and keep the old file."""
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write `data` to `path` atomically. Raises OSError and keeps the old file where the disk fails.
+
+    A `private` file is readable by this user alone.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)  # of a process with the same number, which was killed
         with open(part, "xb", opener=ours) as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -193,7 +198,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append_whole(file: BinaryIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file; where the disk is full, raise OSError and leave the file as it was."""
+    """Append `data` to an unbuffered file. Where the disk is full, raises OSError and leaves the file as it was."""
     size = os.fstat(file.fileno()).st_size
     try:
         while data:  # a nearly full disk takes a part without an error, and refuses the rest at the next try
@@ -204,7 +209,7 @@ def append_whole(file: BinaryIO, data: bytes) -> None:
 
 
 def legal(value: Any) -> Any:
-    """Return `value` as JSON has it: `{"loss": NaN}` becomes `{"loss": None, "loss_repr": "nan"}`."""
+    """Return `value` without NaN and infinities. `{"loss": NaN}` becomes `{"loss": None, "loss_repr": "nan"}`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
@@ -220,7 +225,7 @@ def legal(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, atomically, with numbers as in `legal`."""
+    """Write `value` to `path` as indented JSON, atomically. Numbers are as in `legal`."""
     text = visible_json(json.dumps(legal(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
     # A file name that is not UTF-8 comes as lone surrogates, which are escaped as JSON does it.
     write_whole(path, (text + "\n").encode(errors="backslashreplace"))

@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a process of this machine can compute with."""
+    """The hardware that a process of this machine can compute with."""
 
     cpu_name: str
     cpus: int  # that this process may keep busy
@@ -44,13 +44,13 @@ class Hardware:
 
 
 def survey(visible: str | None) -> Hardware:
-    """Return what there is; `visible` is the value of CUDA_VISIBLE_DEVICES, None where that is not set."""
+    """Return this machine's hardware. `visible` is the value of CUDA_VISIBLE_DEVICES, None if unset."""
     gpus, driver = _nvidia(visible)
-    return Hardware(cpu_name(), cpus(), memory_bytes(), has_bf16_units(), gpus, driver)
+    return Hardware(cpu_name(), cpus(), memory_bytes(), bool(bf16_units()), gpus, driver)
 
 
 def cpus() -> int:
-    """Return the number of processors that this process may keep busy, at least 1; a quota is rounded up."""
+    """Return the number of processors that this process may keep busy. At least 1; a quota is rounded up."""
     return max(1, math.ceil(min(len(processors()), quota())))
 
 
@@ -62,7 +62,7 @@ def processors() -> tuple[int, ...]:
 
 
 def quota(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return how many processors' time control groups (cgroup v2) leave a process; infinite without a limit.
+    """Return a process's quota by cgroup v2, in processors. Infinite without a limit.
 
     `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max` has
     the microseconds, or `max`, of a period (https://docs.kernel.org/admin-guide/cgroup-v2.html).
@@ -82,23 +82,18 @@ def memory_bytes() -> int:
 
 
 def cpu_name() -> str:
-    """Return the processor's model name, or its architecture where the system does not tell the model."""
+    """Return the processor's model name, or its architecture if unknown."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
-def has_bf16_units() -> bool:
-    """Return whether the CPU has bf16 instructions (x86's avx512_bf16 or amx_bf16); False where that is unknown."""
-    return bool(bf16_units())
-
-
 def bf16_units() -> str:
-    """Return what the CPU multiplies bf16 matrices with, AMX or AVX-512; "" without such, or where that is unknown."""
+    """Return the CPU's unit for bf16 matrix products. AMX or AVX-512; "" without one, or where unknown."""
     flags = _cpuinfo("flags").split()
     return next((name for flag, name in _BF16_UNITS.items() if flag in flags), "")
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:
-    """Have glibc keep freed memory for what is allocated next, unless `env` has settings of the user's own.
+    """Have glibc keep freed memory for later allocations. Unless `env` has malloc settings of the user's own.
 
     By default it gives large blocks back at once, so that the tensors of each step cost thousands of page faults: a
     tenth to a quarter of a small convolutional net's step, and in each process another part (mallopt(3)).
@@ -123,7 +118,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees and may use; none without a driver."""
+    """Return the GPUs usable under this CUDA_VISIBLE_DEVICES; empty without a driver."""
     return _nvidia(visible)[0]
 
 
@@ -150,7 +145,7 @@ def select(found: Sequence[Gpu], visible: str | None, parts: Sequence[Gpu] = ())
 
 
 def driver_trouble() -> str:
-    """Return why the NVIDIA driver does not answer; "" where it does, and where there is none."""
+    """Return why the NVIDIA driver does not answer. "" where it does, and without a driver."""
     import pynvml
 
     try:
@@ -162,19 +157,19 @@ def driver_trouble() -> str:
 
 
 def nvml_handle(uuid: str) -> Any | None:
-    """Return the driver's handle of a GPU, to ask about while this process lives; None where it knows none."""
+    """Return NVML's handle of a GPU; None if unknown. Valid while this process lives."""
     asked("nvmlInit")
     return asked("nvmlDeviceGetHandleByUUID", uuid)
 
 
 def in_use(handle: Any) -> tuple[int, int] | None:
-    """Return (percent of the time in use, bytes used) of a GPU; None where the driver does not tell (a part, MIG)."""
+    """Return a GPU's (percent of time in use, bytes used). None where the driver does not tell (a part, MIG)."""
     times, memory = asked("nvmlDeviceGetUtilizationRates", handle), asked("nvmlDeviceGetMemoryInfo", handle)
     return None if times is None or memory is None else (times.gpu, int(memory.used))
 
 
 def asked(function: str, *about: Any) -> Any:
-    """Return the answer of a function of NVML; None without a driver, for lost GPUs and for what parts (MIG) lack."""
+    """Return the answer of an NVML function. None without a driver, for lost GPUs, and for what parts (MIG) lack."""
     import pynvml  # late: it takes 25 ms
 
     try:

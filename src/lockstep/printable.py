@@ -1,4 +1,4 @@
-"""Text of others, made fit for a terminal, a log or a page.
+"""Foreign text, made safe for a terminal, a log or a page.
 
 A file's, class's or tensor's name may hold escape codes, which move a terminal's cursor or type, marks that turn the
 direction of reading, or the end of a line and a sentence of its own after it.
@@ -14,7 +14,7 @@ _ACTING = ("Cc", "Cf", "Zl", "Zp")
 
 
 def visible(text: str) -> str:
-    """Return `text` with a visible character for each that a terminal would obey; lines stay lines."""
+    """Replace characters that a terminal obeys by visible ones; keep lines."""
     return _replaced(text, lambda code: chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd")
 
 
@@ -24,7 +24,7 @@ def one_line(text: str) -> str:
 
 
 def visible_json(text: str) -> str:
-    """Return JSON or TOML with an escape for each character that `visible` replaces; it says the same."""
+    """Escape the characters that `visible` replaces, in JSON or TOML. The value stays the same."""
     return _replaced(text, lambda code: f"\\u{code:04x}" if code < 0x10000 else chr(code))
 
 

@@ -18,13 +18,13 @@ Part = str | tuple[str, str]
 
 
 def line(*parts: Part) -> Text:
-    """Return the parts in one line, whatever they hold: a cell of a table, or a sentence."""
+    """Join the parts to one line of visible text. For a table's cell, or a sentence."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text).replace("\n", " "), style) for text, style in pairs))
 
 
 class Screen(Console):
-    """A rich console that shows foreign text as it is: neither as markup nor as escape codes."""
+    """A rich console that shows foreign text literally. Neither as markup nor as escape codes."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **how)
@@ -49,10 +49,10 @@ class Screen(Console):
         self.print(table)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is to be written, made `visible`."""
+        """Yield the segments with their text made `visible`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError where the reader has gone (`| head`), in place of ending the process."""
+        """Raise BrokenPipeError for a closed reader (`| head`), in place of exiting."""
         raise

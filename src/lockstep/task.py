@@ -1,7 +1,7 @@
-"""`lockstep train --step`: any task, by a training step of the user's own, in the loop of `engine`.
+"""`lockstep train --step`: any task, by the user's own training step.
 
-The step is given the model and a batch, as the data set's samples and the collate function make it, and returns the sum
-of the loss over the batch. The mean over the global batch, and its gradient, are computed by the session.
+The loop is `engine`'s. The step takes the model and a batch, made by the data set and the collate function, and returns
+the sum of the loss over the batch. The session computes the mean over the global batch, and its gradient.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
@@ -47,7 +46,7 @@ _WANTED = (
 
 
 def train(config: RunConfig, world: World) -> dict[str, float]:
-    """Train by the step that `config` names, and return the last scores (*collective*)."""
+    """Train by the step in `config`; return the last scores (*collective*)."""
     if config.parallel.strategy != "auto" and registry.kind(config.parallel.strategy).drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
@@ -61,12 +60,12 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
 
 
 class Steps:
-    """The task of a step of the user's own (see `engine.Task`)."""
+    """Task of a user's own training step (see `engine.Task`)."""
 
     average: Average | None = None
 
     def __init__(self, config: RunConfig, session: Session) -> None:
-        """Make data and model, and judge the step (*collective*)."""
+        """Build data and model, and check the step (*collective*)."""
         self.scores: dict[str, float] = {}  # the last ones
         self._config, self._session, self._name = config, session, f"--step {config.optim.step}"
         self._step: Step = user_code.load("--step", config.optim.step)
@@ -103,25 +102,25 @@ class Steps:
         self._session.loop.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
 
     def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, None]:
-        """Return what the step returns of the loss, and the number of things that it is a sum over, if that is told."""
+        """Return the step's loss, its weight if given, and None."""
         return *self._asked(self._step(self._model, batch)), None
 
     def evaluate(self) -> None:
-        """Score the weights by the metric, or the loss, and tell the session (*collective*)."""
-        session, config, progress = self._session, self._config, self._session.loop.progress
+        """Score the weights by metric or loss; record the score (*collective*)."""
+        session, config, position = self._session, self._config, self._session.loop.position
         self.scores = self._scored(self._judged, self._on)
         session.log(**self.scores)
         session.score(self.scores.get(f"{self._on}_metric", -self.scores[f"{self._on}_loss"]))
-        self._show(f"epoch {progress.epochs + 1}/{config.epochs}  step {session.step:,}", self.scores)
-        if (why := progress.stalled(config.patience)) and not session.loop.is_done:
+        self._show(f"epoch {position.epochs + 1}/{config.epochs}  step {session.step:,}", self.scores)
+        if (why := position.stalled(config.patience)) and not session.loop.is_done:
             self._show(f"stopped: {why}", {})
 
     def _come_to(self) -> dict[str, Any]:
-        """Return what the run has come to, the last and the best weights' scores on a test set (*collective*)."""
+        """Return the run's summary (*collective*). A separate test set adds the last and the best weights' scores."""
         loop, found = self._session.loop, dict[str, float]()
         if self._tested is not None:
             found = self._scored(self._tested, "test")
-            if loop.progress.stale and (best := best_of(loop.config, self._session.world, loop.progress)) is not None:
+            if loop.position.stale and (best := best_of(loop.config, self._session.world, loop.position)) is not None:
                 load_model(self._model, best.part("model"))
                 found |= self._scored(self._tested, "test_best")
             self._session.log(**found)
@@ -140,14 +139,14 @@ class Steps:
 
     @torch.no_grad()
     def _probe(self, batches: list[Any]) -> None:
-        """Raise `RequestError` where the loss of samples together, then in two parts, is not the sum of theirs."""
+        """Raise `RequestError` unless the loss of samples adds up over two parts."""
         with evaluating(self._model), kept():
             told = [float(self._asked(self._step(self._model, batch))[0]) for batch in batches]
         if len(told) == 3:
             losses.check_sum(self._name, *told, of=f"{_PROBED} samples")
 
     def _scored(self, loader: DataLoader[Any], on: str) -> dict[str, float]:
-        """Return the mean loss over the loader's data, each sample once, and the mean of the metric (*collective*)."""
+        """Return the mean loss and metric over the loader's data (*collective*). Each sample counts once."""
         session = self._session
         sums = torch.zeros(4, dtype=torch.float64, device=session.device)
         for batch in session.evaluating(loader):
@@ -166,7 +165,7 @@ class Steps:
 
 
 def _given(config: RunConfig) -> tuple[Any, Any, Any]:
-    """Return training, validation (None for none) and test data: map-style data sets or streams, the user's own."""
+    """Return the user's training, validation (or None) and test data. Map-style data sets or streams."""
     asked = f"--data {config.data.name}"
     if ":" not in config.data.name:
         raise RequestError(f"--step takes data of your own, as --data module:function, and found {asked}.")
@@ -176,19 +175,15 @@ def _given(config: RunConfig) -> tuple[Any, Any, Any]:
         if hasattr(dataset, "__len__") and not len(dataset):
             raise RequestError(f"{asked}: its {split} data have no sample; give at least one.")
     train, validation = found["train"], found.get("validation")
-    if share := config.data.holdout:
-        if validation is not None or isinstance(train, IterableDataset):
-            is_stream = validation is None
-            why = "is a stream, whose samples have no index" if is_stream else "has a validation set of its own"
-            raise RequestError(f"--holdout {share:g}: {asked} {why}; leave it out.")
-        held = hold_out(len(train), config.seed, share)
-        validation = Subset(train, np.flatnonzero(held).tolist())
-        train = Subset(train, np.flatnonzero(~held).tolist())
+    if config.data.holdout:
+        samples = None if isinstance(train, IterableDataset) else len(train)
+        left, held = hold_out(config.data, config.seed, samples, has_validation=validation is not None)
+        train, validation = Subset(train, left.tolist()), Subset(train, held.tolist())
     return train, validation, found["test"]
 
 
 def _shape(samples: list[Any]) -> tuple[int, ...]:
-    """Return the shape of a sample's first tensor, which one of our models may ask for; () where there is none."""
+    """Return the shape of a sample's first tensor; () if none."""
     if not samples:
         raise RequestError("The training data have no sample; give at least one.")
     first = samples[0][0] if isinstance(samples[0], tuple | list) else samples[0]

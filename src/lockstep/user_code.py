@@ -1,4 +1,4 @@
-"""Code that a user names as `module:attribute`, looked up with the current folder importable."""
+"""User code named as `module:attribute`. Looked up with the current folder importable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def check_no_module(flag: str, name: str, example: str) -> None:
-    """Raise `RequestError` where `name`, which is none of ours, is a module's; `example` is an attribute.
+    """Raise `RequestError` if `name`, none of ours, is a module's. `example` is an attribute.
 
     Nothing is imported, not even the parents of a module: the name may come from a file.
     """
@@ -33,7 +33,7 @@ def check_no_module(flag: str, name: str, example: str) -> None:
 def check(flag: str, name: str) -> tuple[str, str]:
     """Return module and attribute of `name`; imports only the module's parents.
 
-    Raises `RequestError` where the name is not of that form or its module cannot be found.
+    Raises `RequestError` where the name is not of that form or the module cannot be found.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -47,7 +47,7 @@ def check(flag: str, name: str) -> tuple[str, str]:
 
 
 def load(flag: str, name: str) -> Any:
-    """Return the callable that `name` names; raise `RequestError` where there is none."""
+    """Return the callable named `name`; raise `RequestError` if none is found."""
     module, attribute = check(flag, name)
     try:
         with _current_folder_importable():
@@ -64,9 +64,9 @@ def load(flag: str, name: str) -> Any:
 
 
 def raised(error: Exception) -> str:
-    """Return in words what the user's code raised: `raised KeyError at /home/me/net.py:12: 'depth'`.
+    """Describe an error of the user's code: `raised KeyError at /home/me/net.py:12: 'depth'`.
 
-    The place is the deepest frame of the user's; there is none where a call does not fit the signature.
+    The place is the deepest frame of the user's; none where a call does not fit the signature.
     """
     places = [
         f" at {frame.filename}:{frame.lineno}"
@@ -78,7 +78,7 @@ def raised(error: Exception) -> str:
 
 
 def find(module: str) -> ModuleSpec | None:
-    """Return where a module is, None where there is none; imports only its parents."""
+    """Return a module's spec; None if not found. Imports only the module's parents."""
     with contextlib.suppress(ImportError, ValueError), _current_folder_importable():  # no parent; a relative name
         return importlib.util.find_spec(module)
     return None

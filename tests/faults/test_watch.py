@@ -33,7 +33,7 @@ def test_a_rank_that_hangs_or_crashes_is_named_and_leaves_its_stacks(
     ended = command(tmp_path, "train", *WORDS.split(), f"tests.own_data:{data}", *more)
     found = re.match(words, told := sentence(ended, code=1))
     assert found, told
-    assert told.endswith("continue with --resume auto.")
+    assert told.endswith('continue with --resume auto, or lockstep.session(…, resume="auto").')
     assert "in __getitem__" in (tmp_path / "run" / keeps / f"rank_{found[1]}.txt").read_text()
 
 

@@ -46,7 +46,7 @@ def test_a_checkpoint_holds_the_values_of_its_moment(tmp_path: Path) -> None:
     saver = Checkpoints(tmp_path, warn=pytest.fail)
     saver.save(State({"model/value": value, "model/scalar": value[0]}, {"step": 1}), step=1, best=False)
     value += 1
-    saver.close()
+    saver.wait()
     loaded = load(tmp_path / "last").tensors
     assert loaded["model/value"].unique().tolist() == [100.0]
     assert loaded["model/scalar"].item() == 100.0

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.engine import train_step
 from lockstep.steps.job import assemble
 from lockstep.world.world import World
 
@@ -88,7 +87,7 @@ def _exchanged(world: World) -> tuple[int, bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "sum_", counted)
-        train_step(job, job.plan.global_size, [micro.batch for micro in islice(job.micros(0), 3)])
+        job.train_step(job.plan.global_size, [micro.batch for micro in islice(job.micros(0), 3)])
     gradients = world.stack(
         torch.cat([item.grad.flatten() for item in job.model.parameters() if item.grad is not None])
     )

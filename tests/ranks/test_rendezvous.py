@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import socket
 import threading
@@ -19,45 +20,47 @@ import pytest
 
 from lockstep.errors import RequestError
 from lockstep.launchers import rollcall, stores
-from lockstep.launchers.rollcall import Claim
+from lockstep.launchers.rollcall import Member
 from lockstep.monitor.keys import Keys
 
 from ..ports import free_port
-from ..starting import claim_of, doors_to
+from ..starting import doors_to, member_of
 
 HOST = "127.0.0.1"
 
 
-def _heard(doors: Sequence[Callable[[], stores.Meeting]], claims: Sequence[Claim], timeout_s: float = 20) -> list[str]:
+def _heard(
+    doors: Sequence[Callable[[], stores.Rendezvous]], members: Sequence[Member], timeout_s: float = 20
+) -> list[str]:
     """Hold a roll call among threads; return what each heard."""
-    held: list[stores.Meeting] = []  # as rank 0 serves the store until the others have left
+    held: list[stores.Rendezvous] = []  # as rank 0 serves the store until the others have left
 
-    def take(door: Callable[[], stores.Meeting], claim: Claim) -> str:
+    def take(door: Callable[[], stores.Rendezvous], member: Member) -> str:
         try:
-            held.append(meeting := door())
-            return f"{len(rollcall.take(meeting, claim, timeout_s))} ranks"
+            held.append(rendezvous := door())
+            return f"{len(rollcall.take(rendezvous, member, timeout_s))} ranks"
         except RequestError as error:
             return str(error)
 
-    with ThreadPoolExecutor(len(claims)) as threads:
-        told = list(threads.map(take, doors, claims))
-    for meeting in held:
-        if meeting.file is not None:
-            meeting.file.unlink()
+    with ThreadPoolExecutor(len(members)) as threads:
+        told = list(threads.map(take, doors, members))
+    for rendezvous in held:
+        if rendezvous.file is not None:
+            rendezvous.file.unlink()
     return told
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
-    def hear(*claims: Claim, timeout_s: float = 20) -> list[str]:
-        return _heard(doors_to(scheme, tmp_path, [claim.rank for claim in claims]), claims, timeout_s)
+    def hear(*members: Member, timeout_s: float = 20) -> list[str]:
+        return _heard(doors_to(scheme, tmp_path, [member.rank for member in members]), members, timeout_s)
 
-    twice = hear(claim_of(0, 3), claim_of(1, 3, host="ann"), claim_of(1, 3, host="bob"))
-    sizes = hear(claim_of(0, 2), claim_of(1, 3))
-    missing = hear(claim_of(0, 4), claim_of(2, 4), timeout_s=1)
-    skewed = hear(claim_of(0, 2), claim_of(1, 2, version="0.0.1"))
-    kinds = hear(claim_of(0, 2), claim_of(1, 2, accelerator="cuda", gpus=("g",)))
-    shared = hear(*(claim_of(rank, 2, accelerator="cuda", gpus=("GPU-1",)) for rank in range(2)))
+    twice = hear(member_of(0, 3), member_of(1, 3, host="ann"), member_of(1, 3, host="bob"))
+    sizes = hear(member_of(0, 2), member_of(1, 3))
+    missing = hear(member_of(0, 4), member_of(2, 4), timeout_s=1)
+    skewed = hear(member_of(0, 2), member_of(1, 2, version="0.0.1"))
+    kinds = hear(member_of(0, 2), member_of(1, 2, accelerator="cuda", gpus=("g",)))
+    shared = hear(*(member_of(rank, 2, accelerator="cuda", gpus=("GPU-1",)) for rank in range(2)))
     for told, words in (
         (twice, "rank 1 is claimed twice, by process .* on (ann|bob) and by process .* on (ann|bob)"),
         (sizes, "disagree on the world size"),
@@ -67,7 +70,9 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
         (shared, "Ranks 0 and 1 on"),
     ):
         assert [sentence for sentence in told if not re.search(words, sentence)] == []
-    assert hear(claim_of(0, 3), claim_of(1, 3), claim_of(2, 3)) == ["3 ranks"] * 3  # at the same file as all the above
+    assert (
+        hear(member_of(0, 3), member_of(1, 3), member_of(2, 3)) == ["3 ranks"] * 3
+    )  # at the same file as all the above
 
 
 class _Counted:
@@ -85,17 +90,17 @@ def test_a_rank_asks_the_store_a_handful_of_times() -> None:
     size, stands = 24, list[_Counted]()  # threads of one process, which share its lock
     doors = doors_to("tcp", Path(), range(size))
 
-    def counted(door: Callable[[], stores.Meeting], rank: int) -> stores.Meeting:
-        meeting = door()
+    def counted(door: Callable[[], stores.Rendezvous], rank: int) -> stores.Rendezvous:
+        rendezvous = door()
         if rank:
-            stands.append(_Counted(meeting.keys.store))
-            meeting = stores.Meeting(Keys(stands[-1], stores.PREFIX), "here")  # type: ignore[arg-type]
-        return meeting
+            stands.append(_Counted(rendezvous.keys.store))
+            rendezvous = stores.Rendezvous(Keys(stands[-1], stores.PREFIX), "here")  # type: ignore[arg-type]
+        return rendezvous
 
     begun_s = time.monotonic()
     told = _heard(
         [functools.partial(counted, *each) for each in zip(doors, range(size), strict=True)],
-        [claim_of(rank, size) for rank in range(size)],
+        [member_of(rank, size) for rank in range(size)],
     )
     assert told == [f"{size} ranks"] * size
     assert time.monotonic() - begun_s < 20
@@ -105,13 +110,14 @@ def test_a_rank_asks_the_store_a_handful_of_times() -> None:
 def test_what_lies_at_a_file_of_dead_ranks_does_no_harm_and_one_in_use_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     path.write_text(f'{{"lockstep": "{64 * "0"}", "host": "{HOST}", "port": {free_port()}}}')
+    (tmp_path / f".meeting.{os.getpid()}.part").touch()  # of a process with the same number, which was killed
     late, first = doors_to("file", tmp_path, [1, 0])
-    assert _heard([late, first], [claim_of(1, 2), claim_of(0, 2)]) == ["2 ranks"] * 2
-    meeting = first()
+    assert _heard([late, first], [member_of(1, 2), member_of(0, 2)]) == ["2 ranks"] * 2
+    rendezvous = first()
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(RequestError, match="rank 0 is claimed twice, or another run meets there"):
         first()
-    assert meeting.keys.read("place")
+    assert rendezvous.keys.read("place")
 
 
 def test_ranks_of_a_later_start_do_not_take_those_of_an_earlier_one_for_their_own() -> None:
@@ -120,8 +126,8 @@ def test_ranks_of_a_later_start_do_not_take_those_of_an_earlier_one_for_their_ow
     agent = stores.serve(HOST, port)
     door = functools.partial(stores.connect, HOST, port, 5, job="job", served=True)
     for size in (2, 3, 2):  # the last one finds the places of the first one taken
-        claims = [claim_of(rank, size) for rank in range(size)]
-        assert _heard([door] * size, claims[::-1]) == [f"{size} ranks"] * size
+        members = [member_of(rank, size) for rank in range(size)]
+        assert _heard([door] * size, members[::-1]) == [f"{size} ranks"] * size
     assert agent.hosted
 
 
@@ -159,10 +165,10 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path, monkeypat
 
 def test_a_store_listens_on_its_address_alone() -> None:
     port = free_port()
-    meeting = stores.serve(HOST, port)
+    rendezvous = stores.serve(HOST, port)
     listening = [each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == [HOST]
     stores.connect(HOST, port, 5).keys.write("word", "heard")
-    assert meeting.keys.read("word") == "heard"
+    assert rendezvous.keys.read("word") == "heard"
     stores.connect(HOST, port, 5, secret=b"another's").keys.write("word", "foreign")
-    assert meeting.keys.read("word") == ""
+    assert rendezvous.keys.read("word") == ""

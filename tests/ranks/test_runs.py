@@ -87,8 +87,8 @@ def test_a_run_that_is_taken_up_has_no_end_until_it_ends_again(tmp_path: Path, m
 
 def test_the_config_of_ranks_started_by_hand_is_the_run_alone(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    meeting = ("--world-size", 1, "--rank", 0, "--init-method", f"file://{tmp_path / 'meet'}")
-    assert main(_flags(first, "--max-steps", 1, *meeting)) == 0
+    rendezvous = ("--world-size", 1, "--rank", 0, "--init-method", f"file://{tmp_path / 'meet'}")
+    assert main(_flags(first, "--max-steps", 1, *rendezvous)) == 0
     assert main(["train", "--config", str(first / "config.toml"), "--output", str(second)]) == 0
     chosen = [json.loads((folder / "manifest.json").read_text())["chosen"]["launcher"] for folder in (first, second)]
     assert chosen == ["manual", "inline"]

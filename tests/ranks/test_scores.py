@@ -23,7 +23,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import DataConfig, RunConfig
 from lockstep.data.resident import Data
 from lockstep.data.sets import build
-from lockstep.data.source import Indices, Part, Splits, is_held_out
+from lockstep.data.source import Indices, Part, Splits, hold_out
 from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
 from lockstep.record.base import Nothing
@@ -52,6 +52,10 @@ def _splits(**asked: Any) -> Splits:
     return build(DataConfig(**asked), seed=3, world=World.alone(), dtype=torch.float32, channels_last=False)
 
 
+def _held(share: float, seed: int, samples: int = SAMPLES) -> Indices:
+    return hold_out(DataConfig(holdout=share), seed, samples, has_validation=False)[1]
+
+
 def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
     splits = _splits(holdout=0.25, augment=("crop", "cutout"))
     assert isinstance(splits.train, Part)
@@ -59,8 +63,9 @@ def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
     kept, held = splits.train.indices, splits.validation.indices
     assert sorted([*kept, *held]) == list(range(SAMPLES))
     assert 0.2 < len(held) / SAMPLES < 0.3
-    assert held.tolist() == [index for index in range(SAMPLES) if is_held_out(index + 1, 3, 0.25)[index]]
-    assert (is_held_out(SAMPLES, 4, 0.25) != is_held_out(SAMPLES, 3, 0.25)).sum() > 300
+    for samples in range(50, SAMPLES, 50):
+        assert _held(0.25, 3, samples).tolist() == [index for index in held if index < samples]
+    assert len({*_held(0.25, 4)} ^ {*held}) > 300
     # As they are, without the variations of training.
     plain = _splits().train
     every = np.arange(len(held))
@@ -83,7 +88,7 @@ def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_pat
 def _leaking(world: World, folder: Path) -> str:
     """Train while rank 1 reads a sample that is held out in place of one that is not."""
     right = Data.stream
-    held = int(np.flatnonzero(is_held_out(SAMPLES, 0, 0.1))[0])
+    held = int(_held(0.1, 0)[0])
 
     def wrong(self: Data, shares: Iterable[Indices], *, epoch: int) -> Any:
         is_varied = bool(vars(self._transform)["_names"])  # those of training are
@@ -232,7 +237,7 @@ def test_the_command_writes_where_it_is_told_and_through_no_link(
     told = json.loads(Path("run/scores.json").read_text())
     assert (told["split"], told["samples"], told["step"]) == ("validation", 128, 2)
     assert told["checkpoint"] == "run/checkpoints/step-00000002"
-    held = np.flatnonzero(is_held_out(SAMPLES, 0, 0.1)).tolist()
+    held = _held(0.1, 0).tolist()
     assert [int(row["index"]) for row in csv.DictReader(Path("held.csv").read_text().splitlines())] == held
     shutil.move("run/scores.json", "mine.json")
     before = Path("mine.json").read_bytes()

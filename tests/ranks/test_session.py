@@ -72,17 +72,19 @@ def test_a_loop_that_is_continued_ends_with_the_same_bits(
     assert gap(rest, there) < LAW
 
 
-def weighed_means(world: World) -> list[float]:
-    """Return the mean of each batch, [0, 1, 2] and [3, 4]: of three ranks the last one has no share of the second."""
+def weighed(world: World) -> list[list[float]]:
+    """Return the mean, and maxima of ranks, of the batches [0, 1, 2] and [3, 4]: of three ranks one has no share."""
     session = loops.session(world)
     _, loader = session.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(5)), batch_size=3))
-    means = [
-        float(session.mean(x.double().mean(), weight=torch.tensor(2 * len(x))))
+    own = (world.rank - 3, world.rank - 3.0, torch.tensor(world.rank - 3), torch.tensor(world.rank - 3.0))
+    found = [
+        [session.mean(x.double().mean(), weight=torch.tensor(2 * len(x))).item(), *map(float, map(session.max, own))]
         for _ in session.epochs(1)
         for (x,) in loader
     ]
+    assert isinstance(session.max(world.rank), int)
     session.close()
-    return means
+    return found
 
 
 def other_data(world: World, train: bool) -> str:
@@ -115,6 +117,7 @@ def test_ranks_whose_data_differ_are_refused_in_their_first_step_and_evaluation(
             assert told.startswith(f"{step}: The DataLoader is not the same on every rank: rank 1 reads other samples")
 
 
-def test_a_sample_that_stands_in_has_no_part_in_a_weighed_mean(pool: RankPool) -> None:
+def test_a_sample_that_stands_in_has_no_part_in_a_weighed_mean_nor_in_a_maximum(pool: RankPool) -> None:
     for size in (1, 2, 3):
-        assert pool.run(size, weighed_means) == [[1.0, 3.5]] * size
+        whole, rest = (float(ranks - 4) for ranks in (size, min(size, 2)))
+        assert pool.run(size, weighed) == [[[1.0, *[whole] * 4], [3.5, *[rest] * 4]]] * size

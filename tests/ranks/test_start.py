@@ -34,7 +34,7 @@ FIXED = NET | {"freeze": ("stem.*", "*.residual.*", "*.shortcut.*"), "lr_scale":
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file in float64 of a net for as many classes, without the classifier's bias."""
     torch.manual_seed(7)
-    state = table.build("resnet8", classes=10, in_channels=3, image_size=8).double().state_dict()
+    state = table.build_for("resnet8", classes=10, shape=(3, 8, 8)).double().state_dict()
     for name, held in state.items():
         if name.endswith("running_var"):
             held.uniform_(0.5, 2.0)

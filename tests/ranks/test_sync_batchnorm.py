@@ -87,7 +87,7 @@ def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], 
 def _train(world: World, shares: list[int]) -> dict[str, Tensor]:
     """Return the state after ten steps of 12 samples, of which the ranks compute these shares in rotation."""
     torch.manual_seed(3)
-    model = table.build("resnet8", classes=4, in_channels=1, image_size=8).double()
+    model = table.build_for("resnet8", classes=4, shape=(1, 8, 8)).double()
     model = sync_batchnorm.convert(model, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     for step in range(10):

@@ -153,8 +153,8 @@ def test_strangers_at_the_port_are_not_heard(tmp_path: Path, undisturbed: Path) 
 
 def test_a_file_that_a_dead_run_left_does_no_harm_and_one_in_use_is_refused(tmp_path: Path, undisturbed: Path) -> None:
     """Each rank runs where another one did before, and sees no other host's processes."""
-    meeting, dead = tmp_path / "meeting", tmp_path / "dead"
-    where = f"file://{meeting}"
+    rendezvous, dead = tmp_path / "meeting", tmp_path / "dead"
+    where = f"file://{rendezvous}"
     with hosts(3) as (a, b, c):
         killed = start_both((a, b), tmp_path, where, "--output", dead, *ENDLESS)
         until(lambda: len(losses(dead)) > 1)
@@ -166,4 +166,4 @@ def test_a_file_that_a_dead_run_left_does_no_harm_and_one_in_use_is_refused(tmp_
             end(rank)
         all_end(start_both((b, a), tmp_path, where))
     assert weights(tmp_path / "run") == weights(undisturbed)
-    assert not meeting.exists()
+    assert not rendezvous.exists()

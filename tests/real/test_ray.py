@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_is_named_with_its_node_and_nobody_is_left(cluster
         ranks[1].kill()
         told = sentence(end(process, 30), code=1)
     assert re.match(r"Rank \d on node 127\.0\.0\..* was killed by SIGKILL", told), told
-    assert told.endswith("continue with --resume auto.")
+    assert told.endswith('continue with --resume auto, or lockstep.session(…, resume="auto").')
     until(lambda: gone(found), 5)
 
 

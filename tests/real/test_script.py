@@ -96,6 +96,7 @@ def _torchrun() -> tuple[str, ...]:
             marks=pytest.mark.long,
         ),
         pytest.param("exit", 3, "", marks=pytest.mark.long),
+        ("quits", 3, ""),
         ("words", 1, "no more\n"),
         pytest.param("read", 0, "", marks=pytest.mark.long),
     ],
@@ -104,6 +105,7 @@ def test_a_script_alone_ends_as_it_should(way: str, code: int, told: str, tmp_pa
     ended = _alone(tmp_path, way)
     assert (ended.code, ended.err) == (code, told)
     assert ended.out.count("\nrank 0 ends with ") == 1
+    assert ended.out.endswith("ends with SystemExit(3)\n") == (code == 3 and not told)
 
 
 def test_an_error_of_a_script_alone_looks_as_under_python(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def save_all(run: Path, *saves: Save, origin: Path | None = None) -> Path:
     saver = Checkpoints(run / "checkpoints", warn=pytest.fail, origin=origin)
     for step, best in saves:
         saver.save(state_of(step), step=step, best=best)
-    saver.close()
+    saver.wait()
     return run / "checkpoints"
 
 
@@ -59,7 +59,7 @@ def test_tensors_of_every_kind_and_meta_come_back_with_the_same_bits(tmp_path: P
     meta = {"best": -float("inf"), "config": {"lr": 0.1 + 0.2, "text": "é\udc80"}, "rng": "AAEC", "none": None}
     saver = Checkpoints(tmp_path / "checkpoints", warn=pytest.fail)
     saver.save(State(tensors, meta), step=1, best=False)
-    saver.close()
+    saver.wait()
     loaded = load(tmp_path)
     assert (loaded.tensors.keys(), loaded.meta) == (tensors.keys(), meta)
     for name, tensor in tensors.items():
@@ -100,7 +100,7 @@ def test_a_save_whose_thread_cannot_start_is_not_waited_for(tmp_path: Path) -> N
         patch.setattr(threading.Thread, "start", None)
         with pytest.raises(TypeError):
             saver.save(state_of(1), step=1, best=False)
-    closing = threading.Thread(target=saver.close, daemon=True)
+    closing = threading.Thread(target=saver.wait, daemon=True)
     closing.start()
     closing.join(10)
     assert not closing.is_alive()

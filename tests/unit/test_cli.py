@@ -53,7 +53,7 @@ def test_help_names_every_verb_every_flag_and_all_that_a_flag_takes(capsys: pyte
     takes: dict[str, tuple[str, ...]] = {
         leaf.key: leaf.rule if isinstance(leaf.rule, OneOf) else () for leaf in leaves()
     }
-    takes |= {"strategy": tuple(KINDS), "launcher": launchers.names(), "data": sets.names()}
+    takes |= {"strategy": tuple(KINDS), "launcher": tuple(launchers.LAUNCHERS), "data": tuple(sets.DATA_SETS)}
     for key, names in takes.items():
         found = re.search(rf"--{key}[ ,].*?(?=--\w|╰|\+-)", told, re.DOTALL)
         assert found, key
@@ -67,7 +67,8 @@ def test_refusals_and_help_import_no_torch() -> None:
     code = (
         "import sys; from lockstep.cli.main import main\n"
         "for words in ('--help', '--version', 'train digit', 'train digits --batch 2 --devices 3', 'info', 'eval x', "
-        "'eval --help', 'train digits --launcher spawn --nodes 2', 'train digits --dry-run'): main(words.split())\n"
+        "'eval --help', 'train digits --launcher spawn --nodes 2', 'train digits --dry-run', 'verify run x'): "
+        "main(words.split())\n"
         "try: main(['train', '--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
@@ -75,15 +76,23 @@ def test_refusals_and_help_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "ranks"), [("ddp", "spawn", "2 ranks"), ("dp", "inline", "1 rank × 2 devices")]
+)
 def test_a_dry_run_says_what_would_run_and_where_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    strategy: str,
+    launcher: str,
+    ranks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "digits", "--devices", "2", "--accelerator", "cpu", "--accumulate", "2", "--dry-run"]
-    assert main(words) == 0
+    assert main([*words, "--strategy", strategy]) == 0
     told = capsys.readouterr().out
-    assert "launcher spawn, strategy ddp, accelerator cpu, devices 2 on each node" in told
-    assert "global batch 64 = 2 ranks × 2 micro-batches × 16" in told
+    assert f"launcher {launcher}, strategy {strategy}, accelerator cpu, devices 2 on each node" in told
+    assert f"global batch 64 = {ranks} × 2 micro-batches × 16" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,8 +107,15 @@ def test_a_rank_trains_without_the_compiler_and_has_it_when_it_is_asked_for(tmp_
         "assert 'torch._dynamo' in sys.modules and torch._dynamo.utils and optimizer.state_dict()\n"
         "assert torch.optim.Optimizer.state_dict.__wrapped__.__dynamo_disable.__module__.startswith('torch.')\n"
     )
-    meeting = ("--world-size", "1", "--rank", "0", "--init-method", f"file://{tmp_path / 'meet'}")  # gives it a group
-    how = ("--strategy", strategy, *(meeting if strategy == "ddp" else ()))
+    rendezvous = (
+        "--world-size",
+        "1",
+        "--rank",
+        "0",
+        "--init-method",
+        f"file://{tmp_path / 'meet'}",
+    )  # gives it a group
+    how = ("--strategy", strategy, *(rendezvous if strategy == "ddp" else ()))
     words = ("train", "digits", "--accelerator", "cpu", "--max-steps", "1", "--output", str(tmp_path / "run"), *how)
     subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
 

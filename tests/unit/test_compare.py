@@ -94,6 +94,7 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --vary strategy=single --vary devices=2", "None of 1 variant can be run; single-2: "),
         ("digits --vary strategy=ddp,dp --scaling weak", "give --devices"),
         ("--vary devices=1,2", "lacks a job: give a recipe"),
+        ("--output=compared --from", "no run to report on"),
         (f"--vary devices=1,2 --to-accuracy 0.9 {__file__}", "which a script has not; use --seeds"),
     ],
 )
@@ -395,6 +396,11 @@ def test_lines_are_read_against_round_numbers() -> None:
     drawn = charts.lines("Losses", [charts.Line("a", points)], "step", "")
     shown = re.findall(r">([^<]*)</text>", drawn)
     assert shown[1:] == ["0.4", "0.6", "0.8", "1", "1.2", "0", "200", "400", "600", "800", "step", ""]
+
+
+def test_a_line_of_many_points_ends_at_its_last_one() -> None:
+    points = [(step, float(step)) for step in range(1000)] + [(1000, math.nan)]
+    assert 'aria-label="Losses: a ends at 999"' in charts.lines("Losses", [charts.Line("a", points)], "step", "")
 
 
 def _run(folder: Path, *, config: str = "", summary: str = "{}", **manifest: str) -> Path:

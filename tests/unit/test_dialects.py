@@ -52,6 +52,12 @@ def test_variables_say_the_place(words: str, place: dict[str, Any]) -> None:
     assert devices.resolve(config(), env).parallel.strategy == "ddp"
 
 
+def test_ranks_of_one_node_know_one_another_wherever_their_error_files_are() -> None:
+    files = ("error.json", "/a/0/error.json", "/a/1/attempt/0/error.json")
+    envs = [environment(f"ranks TORCHELASTIC_ERROR_FILE={file}") for file in files]
+    assert len({environments.read(env).door for env in envs}) == 1
+
+
 def test_steps_of_neighbouring_jobs_meet_at_ports_of_their_own() -> None:
     jobs = [f"srun SLURM_JOB_ID={job} SLURM_STEP_ID={step}" for job in range(1000, 1100) for step in range(4)]
     ports = {environments.read(environment(words)).topology.port for words in jobs}

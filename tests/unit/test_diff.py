@@ -27,14 +27,14 @@ Capture = pytest.CaptureFixture[str]
 
 def _weights() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return dict(table.build("resnet8", classes=10, in_channels=1, image_size=8).state_dict())
+    return dict(table.build_for("resnet8", classes=10, shape=(1, 8, 8)).state_dict())
 
 
 def _ours(folder: Path, weights: dict[str, Tensor]) -> Path:
     saver = Checkpoints(folder / "checkpoints", warn=pytest.fail)
     held = {f"model/{name}": each for name, each in weights.items()} | {"optimizer/a/momentum_buffer": torch.ones(3)}
     saver.save(State(held, {"step": 1}), step=1, best=True)
-    saver.close()
+    saver.wait()
     return folder
 
 

@@ -150,7 +150,7 @@ def _with_options(run: Path, options: dict[str, Any]) -> None:
         state["meta"]["config"][key] = value
     (step / "state.json").write_bytes(render(state))
     if size := options.get("image-size"):
-        model = table.build("mlp", classes=10, in_channels=3, image_size=min(size, 64)).double()
+        model = table.build_for("mlp", classes=10, shape=(3, min(size, 64), min(size, 64))).double()
         save_file(model.state_dict(), step / "model.safetensors")
         (step / "optimizer.safetensors").unlink()
         (step / "checksums.json").write_text("{}")

@@ -23,7 +23,7 @@ from lockstep.launchers import devices, rollcall, table
 from lockstep.monitor import failures
 
 from ..environments import environment
-from ..starting import claim_of, config
+from ..starting import config, member_of
 
 MEETING = {"rank": 0, "world_size": 2}
 
@@ -138,7 +138,7 @@ def test_each_rank_takes_gpus_of_its_own(
         own = devices.of_rank(ids, rank, drives_all=drives_all)
         assert hardware.gpus(visible)[devices.gpu_index(parallel, env, rank)].uuid == own[0]
         found.append(" ".join(own))
-        came.append(claim_of(rank, 2, accelerator="cuda", gpus=ids, drives_all=drives_all))
+        came.append(member_of(rank, 2, accelerator="cuda", gpus=ids, drives_all=drives_all))
     if not taken:
         with pytest.raises(RequestError, match=r"Ranks 0 and 1 on .* would share one GPU .GPU-6.; give each"):
             rollcall.check_together(came)
@@ -149,8 +149,8 @@ def test_each_rank_takes_gpus_of_its_own(
 
 
 def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
-    came = [claim_of(rank, 4, host=host) for rank, host in enumerate("abaa")]
-    places = [rollcall.place(came, claim) for claim in came]
+    came = [member_of(rank, 4, host=host) for rank, host in enumerate("abaa")]
+    places = [rollcall.place(came, member) for member in came]
     assert [(place.node, place.local_rank, place.local_size) for place in places] == [
         *((0, 0, 3), (1, 0, 1), (0, 1, 3), (0, 2, 3))
     ]
@@ -158,8 +158,8 @@ def test_nodes_and_local_ranks_follow_from_the_hosts() -> None:
 
 
 def test_processors_are_divided_among_those_who_share_them() -> None:
-    came = [claim_of(rank, 4, processors=bound) for rank, bound in enumerate([(0, 1), (0, 1), (2, 3)])]
-    came.append(claim_of(3, 4, boot="another", processors=(0, 1)))
+    came = [member_of(rank, 4, processors=bound) for rank, bound in enumerate([(0, 1), (0, 1), (2, 3)])]
+    came.append(member_of(3, 4, boot="another", processors=(0, 1)))
     assert [rollcall.sharing(came, mine) for mine in came] == [2, 2, 1, 1]
 
 

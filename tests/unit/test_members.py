@@ -53,9 +53,9 @@ def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:
 def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_WORD_OF_ALL_S", 4.0)
     monkeypatch.setattr(nodes, "_AGREEING", 1)
-    meeting = stores.serve("127.0.0.1", free_port())
-    agent = nodes._Agent(meeting, "job", b"", config(nodes="1:2", devices=1), 1)
-    agreed = SimpleNamespace(store=PrefixStore("round", meeting.keys.store), rank=0, world_size=2)
+    rendezvous = stores.serve("127.0.0.1", free_port())
+    agent = nodes._Agent(rendezvous, "job", b"", config(nodes="1:2", devices=1), 1)
+    agreed = SimpleNamespace(store=PrefixStore("round", rendezvous.keys.store), rank=0, world_size=2)
     agent._handler = SimpleNamespace(next_rendezvous=lambda: agreed)
     begun_s = time.monotonic()
     with ThreadPoolExecutor() as threads:
@@ -70,14 +70,14 @@ def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(mon
 
 def test_a_node_that_left_before_it_heard_of_all_is_not_taken_for_one_that_comes() -> None:
     """It gave up waiting, and waits to be taken in: this node's ranks would wait for those of its first coming."""
-    meeting = stores.serve("127.0.0.1", free_port())
-    agent = nodes._Agent(meeting, "job", b"", config(nodes="1:2", devices=1), 1)
+    rendezvous = stores.serve("127.0.0.1", free_port())
+    agent = nodes._Agent(rendezvous, "job", b"", config(nodes="1:2", devices=1), 1)
     came: list[int] = []
 
     def agree() -> SimpleNamespace:
         came.append(2 if came else 1)  # nodes that take part by the time that this one hears of it
         agent._state.round, agent._state.nodes = len(came), ("10.0.0.1", "10.0.0.2")[: came[-1]]
-        store = PrefixStore(f"round{len(came)}", meeting.keys.store)
+        store = PrefixStore(f"round{len(came)}", rendezvous.keys.store)
         Keys(store, stores.PREFIX).write("node/1", "1")
         return SimpleNamespace(store=store, rank=0, world_size=2)
 

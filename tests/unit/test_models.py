@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import RequestError
 from lockstep.models import table, trial
 from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet
-from lockstep.models.weights import seed_weights
+from lockstep.world.random_state import seed_weights
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
 # checkpoints depend on.
@@ -37,7 +37,7 @@ LIGHT = ["convnet-small", "mlp", "pyramidnet-20-48", "resnet8", "resnet18"]
 
 
 def _build(name: str, classes: int = 10, in_channels: int = 3, image_size: int = 32) -> nn.Module:
-    return table.build(name, classes=classes, in_channels=in_channels, image_size=image_size)
+    return table.build_for(name, classes=classes, shape=(in_channels, image_size, image_size))
 
 
 def _parameters(model: nn.Module) -> int:

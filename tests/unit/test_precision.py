@@ -30,7 +30,7 @@ def _precision(name: str, channels_last: str = "auto") -> Precision:
     [
         ("fp32", torch.float32, torch.float32, {"auto": True, "off": False}),
         ("fp64", torch.float64, torch.float64, {"auto": False, "on": True}),
-        ("auto", torch.float32, torch.bfloat16 if hardware.has_bf16_units() else torch.float32, {}),
+        ("auto", torch.float32, torch.bfloat16 if hardware.bf16_units() else torch.float32, {}),
         ("bf16", torch.float32, torch.bfloat16, {}),
         ("fp16", torch.float32, torch.float16, {}),
     ],

@@ -27,8 +27,11 @@ from lockstep.record.result import RunResult
 from lockstep.record.telemetry import StepClock, Telemetry
 from lockstep.record.tensorboard import TensorBoard
 from lockstep.screen import Screen
+from lockstep.world.world import World
 
+from ..command import events
 from ..disks import no_file_beyond
+from ..loops import streamed
 
 
 class Memory(Recorder):
@@ -165,16 +168,16 @@ def test_a_summary_has_the_same_keys_however_the_run_ended_and_the_proofs_that_a
 class Stage:
     """A console of a given kind, its output, and a clock that stands until it is told."""
 
-    def __init__(self, *, live: bool) -> None:
+    def __init__(self, *, live: bool, width: int = 40, total_steps: int = 300) -> None:
         self.file = io.StringIO(newline="")
         self.now_s = 0.0
-        console = Screen(file=self.file, force_terminal=live, width=40, _environ={})
+        console = Screen(file=self.file, force_terminal=live, width=width, _environ={})
         self.terminal = Terminal(console, console, live=live, clock=lambda: self.now_s)
-        start = {"steps_per_epoch": 100, "epochs": 3, "total_steps": 300, "first_step": 0, "shape": (1, 8, 8)}
-        self.terminal.record("start", lines=["batch [plan]"], **start)
+        start = {"steps_per_epoch": 100, "epochs": 3, "first_step": 0, "shape": (1, 8, 8)}
+        self.terminal.record("start", lines=["batch [plan]"], total_steps=total_steps, **start)
 
-    def log(self, step: int) -> None:
-        fields = {"loss": 1.25, "lr": 0.1, "samples_per_s": 5120.0, "top1": 0.5, "eta_s": 192.0}
+    def log(self, step: int, eta_s: float | None = 192.0) -> None:
+        fields = {"loss": 1.25, "lr": 0.1, "samples_per_s": 5120.0, "top1": 0.5, "eta_s": eta_s}
         self.terminal.record("log", step=step, epoch=0, **fields)
 
     def eval(self) -> None:
@@ -214,6 +217,16 @@ def test_on_a_narrow_terminal_the_bar_is_one_line_and_results_are_lines_of_their
     assert "warning: odd [thing]" in shown
     assert any("best 99.00%" in line for line in shown)
     assert "\x1b[?25h" in stage.file.getvalue()  # the cursor is back
+
+
+def test_a_run_of_unknown_length_tells_no_steps_in_all_and_no_time_that_is_left(tmp_path: Path) -> None:
+    streamed(World.alone(), output=str(tmp_path))
+    assert {row["eta_s"] for row in events(tmp_path, "log")} == {None}
+    stage = Stage(live=True, width=80, total_steps=0)
+    stage.log(50, eta_s=None)
+    stage.terminal.close()
+    told = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", stage.file.getvalue())
+    assert " 50  loss 1.2500  train 50.0%  5,120 images/s" in told
 
 
 def test_tensorboard_reads_the_curves_and_a_resume_replaces_them(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ lr 0, clip 0, momentum 1, ema 1, timeout 1e9, stall-timeout 0, batch 0, samples 
 
 STARTS = """
 --strategy dp --nodes 2                | --strategy dp is one process | 2 ranks
+--strategy hybrid --devices 2 --batch 2 {meet} --rank 0 --world-size 2 | 2 ranks of 2 devices | --batch 3
 --launcher inline --devices 2          | --launcher inline is one process | needs 2
 [torchrun] --launcher spawn --devices 2 | has started 4 ranks | unset RANK WORLD_SIZE LOCAL_RANK
 [torchrun] --max-restarts 2            | --launcher environment starts ranks once | give torchrun its own

@@ -98,6 +98,11 @@ def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> N
         ),
         (closure, RequestError, r"optimizer\.step\(closure\)"),
         (lambda ours, *_: ours.prepare(nn.Linear(1, 1)), RequestError, "after the loop had begun"),
+        (
+            lambda ours, *_: [ours.log(accuracy=1.0) for _ in ours.evaluating(DataLoader(images()))],
+            RequestError,
+            r"within session\.evaluating",
+        ),
         (not_finite, RunError, r"step 1 is not a finite number on rank 0\. Lower the learning rate"),
     ],
 )
@@ -120,11 +125,15 @@ def test_what_cannot_be_prepared_is_refused(part: Callable[[], Any], words: str)
         session(World.alone()).prepare(part())
 
 
-def test_an_optimizer_of_other_parameters_is_refused_and_one_that_was_not_prepared_missed() -> None:
+def test_an_optimizer_of_parameters_of_others_is_refused_and_one_that_was_not_prepared_missed() -> None:
     ours = session(World.alone())
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     ours.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(RequestError, match=r"2 parameters of no prepared model \(the first: shape \(3, 3\)\)"):
+        next(iter(ours.epochs(1)))
+    ours = session(World.alone())
+    ours.prepare(model, *(torch.optim.Adam(each, lr=0.1) for each in (model.parameters(), [model.bias])))
+    with pytest.raises(RequestError, match=r"Optimizers 1 and 2 .* both have the parameter bias, and"):
         next(iter(ours.epochs(1)))
     ours = session(World.alone())
     model, loader = ours.prepare(nn.Sequential(nn.Flatten(), nn.Linear(108, 4)), DataLoader(images(), batch_size=20))

@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 def net(classes: int = 10, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return table.build("resnet8", classes=classes, in_channels=1, image_size=8)
+    return table.build_for("resnet8", classes=classes, shape=(1, 8, 8))
 
 
 def begun(model: nn.Module, path: object, name: str = "resnet8") -> start.Taken:

@@ -64,10 +64,10 @@ def test_there_is_one_task_a_gpu_or_one_a_node(words: str, tasks: int, more: str
     assert more in script
 
 
-def test_short_limits_get_no_warning(capsys: Capture) -> None:
+def test_short_limits_get_no_warning(capfd: Capture) -> None:
     for time, is_warned in (("5", True), ("4:59", False), ("1-0", True), ("UNLIMITED", True)):
         assert main(["submit", "slurm", "--dry-run", "--time", time, "digits"]) == 0
-        told = capsys.readouterr()
+        told = capfd.readouterr()
         assert ("#SBATCH --signal" in told.out) == is_warned
         assert (f"--time {time}: no warning can come that early" in told.err) != is_warned
 

@@ -35,7 +35,7 @@ def _alone(channels: int = 21, **options: Any) -> SyncBatchNorm:
 
 @pytest.mark.parametrize("name", ["pyramidnet-20-48", "mlp", "shufflenet_v2_x0_5"])
 def test_conversion_keeps_layers_parameters_and_state(name: str) -> None:
-    model = table.build(name, classes=10, in_channels=3, image_size=32)
+    model = table.build_for(name, classes=10, shape=(3, 32, 32))
     before, keys = [(key, id(value)) for key, value in model.named_parameters()], list(model.state_dict())
     # The very objects, and still of their kind: a user's own code may hold them, or look for them by that.
     norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]

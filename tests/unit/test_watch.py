@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
+from lockstep.errors import ranks_named
 from lockstep.monitor import bounded, watchdog
 from lockstep.monitor.failures import Failure
 from lockstep.monitor.heartbeat import Beat, Heartbeats
 from lockstep.monitor.keys import Keys, Unanswered
-from lockstep.monitor.progress import Pulse
-from lockstep.monitor.watchdog import Watch, explain
+from lockstep.monitor.progress import Progress
+from lockstep.monitor.watchdog import Watchdog, explain
 
 from ..command import until
 
@@ -44,31 +45,36 @@ def test_the_sentence_names_who_is_waited_for() -> None:
     assert "in all-reduce at a.py:1 (step 3) and rank 1 in all-gather at b.py:2 (step 4), each for the other" in said
 
 
+def test_a_few_ranks_are_named_and_many_are_a_span() -> None:
+    assert ranks_named([0, 2]) == "rank 0 and rank 2"
+    assert ranks_named(range(256)) == "ranks 0–255"
+
+
 def _store() -> Keys:
     wait = timedelta(seconds=30)
     return Keys(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait), "watch")
 
 
 @contextmanager
-def _watched(store: Keys, *pulses: Pulse, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Any]]:
-    """Watch over ranks; yield their watches, to which what they end with is added in the order of their ends."""
+def _watched(store: Keys, *progresses: Progress, stalls_s: tuple[float, ...], **options: Any) -> Iterator[list[Any]]:
+    """Watchdog over ranks; yield their watches, to which what they end with is added in the order of their ends."""
     told: list[Any] = []
 
-    def ends(watch: Watch, failure: Failure) -> None:
+    def ends(watchdog: Watchdog, failure: Failure) -> None:
         told.append(failure)
-        watch.let_others_hear()
+        watchdog.let_others_hear()
 
     options = {"nodes": ["a", "b"], "server": None, "beat_s": 0.05, "ends": ends} | options
     watches = [
-        Watch(pulse, store.clone, rank=rank, stall_timeout_s=stall_s, **options)
-        for rank, (pulse, stall_s) in enumerate(zip(pulses, stalls_s, strict=True))
+        Watchdog(progress, store.clone, rank=rank, stall_timeout_s=stall_s, **options)
+        for rank, (progress, stall_s) in enumerate(zip(progresses, stalls_s, strict=True))
     ]
     told += watches
     try:
         yield told
     finally:
-        for watch in watches:
-            watch.close()
+        for watchdog in watches:
+            watchdog.close()
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +84,16 @@ def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> None:
-    pulses = [Pulse(), Pulse()]
+    progresses = [Progress(), Progress()]
     # Rank 1 would wait an hour by itself: it hears of it from rank 0, which serves the store.
-    with _watched(_store(), *pulses, stalls_s=(1.0, 3600.0), server=0) as told:
+    with _watched(_store(), *progresses, stalls_s=(1.0, 3600.0), server=0) as told:
         for step in range(15):  # longer than the limit in all
-            for pulse in pulses:
-                pulse.step = step
-                pulse.enter("forward")
+            for progress in progresses:
+                progress.step = step
+                progress.enter("forward")
             time.sleep(0.1)
         assert len(told) == 2
-        pulses[0].enter("backward")  # and waits there; rank 1 stays in its forward pass
+        progresses[0].enter("backward")  # and waits there; rank 1 stays in its forward pass
         until(lambda: len(told) == 4, 20)
     first, second = sorted(told[2:], key=lambda each: each.rank)  # the second may have heard of it at once
     assert (first.rank, first.is_echo, second.rank, second.is_echo) == (0, False, 1, True)
@@ -99,7 +105,7 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> N
 
 
 def test_a_rank_that_fails_tells_the_others_why() -> None:
-    with _watched(_store(), Pulse(), Pulse(), stalls_s=(3600.0, 3600.0)) as told:
+    with _watched(_store(), Progress(), Progress(), stalls_s=(3600.0, 3600.0)) as told:
         told[0].give_way()
         told[0].tell("Rank 0 failed: labels reach 10")
         until(lambda: len(told) == 3, 20)
@@ -108,7 +114,7 @@ def test_a_rank_that_fails_tells_the_others_why() -> None:
 
 
 def test_a_rank_of_which_nothing_is_heard_any_more_is_the_one_that_was_lost() -> None:
-    with _watched(_store(), Pulse(), Pulse(), stalls_s=(3600.0, 3600.0)) as told:
+    with _watched(_store(), Progress(), Progress(), stalls_s=(3600.0, 3600.0)) as told:
         time.sleep(0.3)
         told[1].close()
         told[0].give_way()
@@ -118,23 +124,23 @@ def test_a_rank_of_which_nothing_is_heard_any_more_is_the_one_that_was_lost() ->
 def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_CROSSED_S", 0.5)
     monkeypatch.setattr(watchdog, "is_machinery", lambda _: True)  # both ranks are this process, which moves on
-    pulses = [Pulse(), Pulse()]
-    with _watched(_store(), *pulses, stalls_s=(3600.0, 3600.0)) as told:
-        for pulse in pulses:
-            pulse.enter("all-reduce")
+    progresses = [Progress(), Progress()]
+    with _watched(_store(), *progresses, stalls_s=(3600.0, 3600.0)) as told:
+        for progress in progresses:
+            progress.enter("all-reduce")
         time.sleep(1.5)
         assert len(told) == 2, "one that takes long is no hang"
-        pulses[1].step = 4
-        pulses[1].enter("all-gather")
+        progresses[1].step = 4
+        progresses[1].enter("broadcast")
         until(lambda: len(told) == 4, 20)
     sentence = told[2].sentence
-    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in all-gather (step 4), "), sentence
+    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in broadcast (step 4), "), sentence
     assert "each for the other: every rank has to call the same collectives" in sentence
 
 
 def test_who_reports_nothing_is_not_judged() -> None:
-    quiet = Pulse()
-    with _watched(_store(), quiet, Pulse(), stalls_s=(0.2, 0.2)) as told:
+    quiet = Progress()
+    with _watched(_store(), quiet, Progress(), stalls_s=(0.2, 0.2)) as told:
         with quiet.during("all-reduce"):  # a collective, between two of which a loop of one's own may take long
             pass
         time.sleep(0.8)
@@ -155,7 +161,7 @@ def _build(kind: str) -> Any:
 
 @pytest.mark.parametrize("work", ["setup", "compilation", "debugger"])
 def test_while_one_rank_prepares_compiles_or_is_debugged_nobody_is_judged(work: str) -> None:
-    first, second = Pulse(), Pulse()
+    first, second = Progress(), Progress()
     with _watched(_store(), first, second, stalls_s=(3600.0, 0.4)) as told:
         for phase in ("setup", "data", "all-gather"):  # where it waits
             second.enter(phase)
@@ -170,10 +176,10 @@ def test_while_one_rank_prepares_compiles_or_is_debugged_nobody_is_judged(work: 
 
 
 def test_a_rank_that_is_lost_while_another_one_prepares_is_told() -> None:
-    pulses = [Pulse(), Pulse()]
-    with _watched(_store(), *pulses, stalls_s=(0.5, 0.5), nodes=["a", "b", "c"]) as told:
-        pulses[0].enter("all-gather")
-        pulses[1].enter("setup")
+    progresses = [Progress(), Progress()]
+    with _watched(_store(), *progresses, stalls_s=(0.5, 0.5), nodes=["a", "b", "c"]) as told:
+        progresses[0].enter("all-gather")
+        progresses[1].enter("setup")
         until(lambda: len(told) == 4, 5)  # the third has never sent a beat
     assert told[2].sentence.startswith("Rank 2 (node c) was stopped, died or was cut off ")
     assert told[2].sentence.endswith("; rank 0 waits in all-gather at step 0")
@@ -183,25 +189,27 @@ def test_a_rank_that_is_lost_while_another_one_prepares_is_told() -> None:
     ("phase", "is_judged"), [("backward", False), ("setup", False), ("eval", False), ("data", True)]
 )
 def test_a_rank_alone_is_judged_only_where_it_waits(phase: str, is_judged: bool) -> None:
-    pulse = Pulse()
-    with _watched(_store(), pulse, stalls_s=(0.2,), nodes=["a"]) as told:
-        pulse.enter(phase)
+    progress = Progress()
+    with _watched(_store(), progress, stalls_s=(0.2,), nodes=["a"]) as told:
+        progress.enter(phase)
         time.sleep(0.8)
         bounded.within(10, told[0].give_way, "the user's own error")  # where nothing ends the process, it goes on
     assert len(told) == 1 + is_judged
 
 
 def test_a_collective_of_the_users_own_is_waited_in_no_longer_than_others() -> None:
-    with _watched(_store(), Pulse(), Pulse(), stalls_s=(0.4, 3600.0)) as told:  # both in code that reports nothing
+    with _watched(
+        _store(), Progress(), Progress(), stalls_s=(0.4, 3600.0)
+    ) as told:  # both in code that reports nothing
         _build("a collective")()
     assert told[2].sentence.startswith("Ranks 0–1 ")  # which are one process here
 
 
 def test_time_for_which_this_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulses = [Pulse(), Pulse()]
-    for pulse in pulses:
-        pulse.enter("backward")
-    with _watched(_store(), *pulses, stalls_s=(10.0, 10.0)) as told:
+    progresses = [Progress(), Progress()]
+    for progress in progresses:
+        progress.enter("backward")
+    with _watched(_store(), *progresses, stalls_s=(10.0, 10.0)) as told:
         time.sleep(0.2)
         real = time.monotonic
         # As if asleep for an hour.

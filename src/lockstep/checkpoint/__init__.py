@@ -1,4 +1,4 @@
-"""Checkpoints: one format for every strategy, that no kill can break and no flipped bit can pass.
+"""Checkpoints: one format for every strategy, written atomically, verified by checksums.
 
     RUN/checkpoints/
       step-00000512/            written under a hidden name, synced to the disk, then renamed: it is whole or not there

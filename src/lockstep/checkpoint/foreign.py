@@ -1,4 +1,4 @@
-"""The tensors in a file of weights: ours, torch's or safetensors'. Nothing in it is run.
+"""Read tensors from lockstep, torch or safetensors files. No code in them runs.
 
 Names are those of our checkpoints: `model/conv1.weight`, `optimizer/…`. The prefixes that wrappers leave in names
 (`module.` of DataParallel and DistributedDataParallel, `_orig_mod.` of torch.compile) are taken off.
@@ -33,14 +33,14 @@ _GROUPS = {
     **dict.fromkeys(("ema", "model_ema", "state_dict_ema", "ema_state_dict", "model_ema_state_dict"), "ema"),
     **dict.fromkeys(("optimizer", "optim", "optimizer_state_dict"), "optimizer"),
 }
-"""Ours, by what training scripts call the parts of a checkpoint."""
+"""Our names of a checkpoint's parts, by those of training scripts."""
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
 _PLAIN = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|(__builtin__|builtins) (set|complex)|torch \w+|"
     r"torch\.(cuda|storage|nn\.parameter|serialization|_tensor) \w+|"
     r"torch\._utils _rebuild_(parameter\w*|tensor\w*|sparse_tensor|qtensor|meta_tensor_no_storage)"
 )
-"""What a pickle of tensors names. Others that torch takes for safe, such as bytearray, make memory out of a number."""
+"""Names in a pickle of tensors. Others that torch takes for safe, such as bytearray, allocate any size of memory."""
 _CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
 _PICKLES = 5  # at the beginning of a file that torch wrote before it wrote archives
 _VIEWS = 1000  # bytes of tensors for each that their file has: some share memory
@@ -49,19 +49,19 @@ _BROKEN = (
     *(*DEFECTS, RuntimeError, EOFError, AssertionError, MemoryError),
     *(pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile),
 )
-"""What is raised for bytes that are no file of weights, which depends on what they look like."""
+"""Errors for bytes that are no file of weights; their type depends on the bytes."""
 
 
 class _CodeError(Exception):
-    """A pickle of more than tensors."""
+    """A pickle contains more than tensors."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
     """Return the tensors in `path` by name, on the CPU.
 
-    `path` is a run of ours or one of its checkpoints, a safetensors file, or what `torch.save` wrote of tensors in
-    dictionaries and lists. Raises `RequestError` for nothing, damage, and a file that would take far more memory than
-    it has bytes; and for a pickle of anything but tensors, numbers and words, since to load it could run code.
+    `path` is a run of ours or one of its checkpoints, a safetensors file, or the output of `torch.save` for tensors in
+    dictionaries and lists. Raises `RequestError` for no tensors, damage, and a file that would take far more memory
+    than its size; and for a pickle of anything but tensors, numbers and words, since to load it could run code.
     """
     if not path.exists() or path.is_dir():
         return load(path).tensors
@@ -83,7 +83,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _held(path: Path) -> Any:
-    """Return what the file holds, once it is known to be no larger in memory than on the disk."""
+    """Return the file's content. First checks that it needs no more memory than disk."""
     with open(path, "rb", opener=named) as file:
         check_filled(found := os.fstat(file.fileno()))
         size = found.st_size
@@ -105,7 +105,7 @@ def _held(path: Path) -> Any:
 
 
 def _check_archive(file: IO[bytes], size: int) -> None:
-    """Raise where the archive's files are compressed, lie upon each other or come twice, and `_check_pickles` does."""
+    """Raise for compressed, overlapping or repeated archive entries. Also raises what `_check_pickles` does."""
     # torch looks for the directory where the locator of a zip64 archive says, zipfile just before it.
     file.seek(max(0, size - 98))
     end = file.read()
@@ -125,10 +125,10 @@ def _check_archive(file: IO[bytes], size: int) -> None:
 
 
 def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
-    """Go through pickles without loading them; raise `_CodeError` for one that names more than tensors.
+    """Scan pickles without loading them. Raises `_CodeError` for one that names more than tensors.
 
-    Raises ValueError where what is referred to again is far more, written out, than the file: to hash tuples in tuples,
-    or one large key many times, takes for ever.
+    Raises ValueError where repeated references, written out, are far larger than the file: to hash tuples in tuples, or
+    one large key many times, takes for ever.
     """
     for _ in range(count):
         repeated, memo, stack = 0, dict[Any, int](), list[int | None]()  # how large each object is; None: a mark
@@ -152,9 +152,9 @@ def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
 
 
 def _named(path: Path, found: Any) -> dict[str, Tensor]:
-    """Return the tensors in nested dictionaries and lists by name, with the group in front.
+    """Return nested tensors by name, with the group in front. From dictionaries and lists.
 
-    Tensors that lie bare in a checkpoint are a model. Raises ValueError for tensors whose values cannot be compared.
+    Tensors at the top level of a checkpoint are a model. Raises ValueError for tensors whose values cannot be compared.
     """
     if not isinstance(found, Mapping):
         found = {"model": {"tensor": found} if isinstance(found, Tensor) else found}
@@ -178,7 +178,7 @@ def _named(path: Path, found: Any) -> dict[str, Tensor]:
 
 
 def _flat(part: Any, left: list[int], name: str = "", level: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in `part` by name; raise ValueError where it holds itself, or more than `left[0]` things."""
+    """Yield the tensors in `part` by name. Raises ValueError for a cycle, or more than `left[0]` items."""
     if isinstance(part, Tensor):
         yield name, part
         return

@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint lie, and what they are called."""
+"""File layout and names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def digest(path: Path) -> str:
 
 
 def render(value: Any) -> bytes:
-    """Return `value` as JSON, byte for byte as it is written, so that a file can be compared as a whole."""
+    """Return `value` as JSON, exactly as written. A file can so be compared as a whole."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def linked(link: Path) -> Path:
-    """Return the checkpoint beside `last` or `best` that it points to; any other path as it is.
+    """Return the target of `last` or `best`; other paths unchanged.
 
-    Raises OSError for a link that leads elsewhere: in a folder from somebody else it would choose what is read.
+    Raises OSError for a link that leads elsewhere: in another user's folder it would choose the file to read.
     """
     if link.name not in LINKS or not link.is_symlink():
         return link
@@ -43,7 +43,7 @@ def linked(link: Path) -> Path:
 
 
 def free_name(folder: Path, step: int) -> Path:
-    """Return a new folder for `step`: a resumed run may come again to one whose older checkpoint is in use."""
+    """Return an unused folder for `step`. A resumed run may repeat a step whose checkpoint is in use."""
     path, count = folder / f"step-{step:08d}", 1
     while path.exists():
         count += 1
@@ -52,7 +52,7 @@ def free_name(folder: Path, step: int) -> Path:
 
 
 def numbered(path: Path) -> tuple[int, int] | None:
-    """Return the step in a checkpoint's name, and its number among those of that step; None for other names."""
+    """Return a checkpoint's step, and its number within that step. By name; None for other names."""
     match = _FOLDER.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 1)) if match else None
 

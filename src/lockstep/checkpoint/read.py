@@ -1,4 +1,4 @@
-"""Loading: which checkpoint a path means, whether it is what was written, and what to offer where it is not."""
+"""Find, verify and load a checkpoint; suggest another if damaged."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TENSORS = re.compile(r"(\w+)\.safetensors")
 
 
 class _DamageError(Exception):
-    """A checkpoint is not what was written; the message is a clause."""
+    """A checkpoint's files are not as written; the message is a clause."""
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint that a run would go on from, whole or damaged; None where there is none yet.
+    """Return the checkpoint from which a run would continue. Whole or damaged; None where there is none yet.
 
     `path` is a run's folder, its `checkpoints`, or one checkpoint.
     """
@@ -45,16 +45,16 @@ def find(path: Path) -> Path | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return what tells this checkpoint from every other: its folder's name, and a digest of all its checksums."""
+    """Return a checkpoint's identity: folder name and digest of its checksums."""
     return f"{folder.resolve().name} ({digest(folder / SUMS)[:8]})"
 
 
 def load(path: Path, *, fall_back: bool = False) -> State:
-    """Return the state in a checkpoint (`RUN/checkpoints/last`), or in a run's last one.
+    """Return the state in a checkpoint (`RUN/checkpoints/last`), or a run's last one.
 
     Its tensors are mapped from the files, on the CPU: ranks of one host share that memory, and a write stays with its
-    rank. Raises `RequestError` where there is nothing, something else, a newer format, or a file that is not what was
-    written; the newest whole checkpoint beside it is then offered, or with `fall_back` returned, with a `caution`.
+    rank. Raises `RequestError` for a missing path, another kind of file, a newer format, or a damaged file; the newest
+    whole checkpoint beside it is then offered, or with `fall_back` returned, with a `caution`.
     """
     with files.understanding(path, "give one that this user can read"):
         folder = find(path)
@@ -76,7 +76,7 @@ def load(path: Path, *, fall_back: bool = False) -> State:
 
 
 def peek(path: Path) -> dict[str, Any] | None:
-    """Return the `meta` of the checkpoint in `path`, unverified, without its tensors; None where it cannot be read."""
+    """Return a checkpoint's `meta`, unverified, without its tensors. None where it cannot be read."""
     try:
         return _meta(linked(path))
     except (RequestError, *files.DEFECTS):
@@ -97,7 +97,7 @@ def _meta(folder: Path) -> dict[str, Any]:
 
 
 def _verified(named: Path) -> State:
-    """Return the state in the checkpoint `named`, each file once its checksum is verified. Raises _DamageError."""
+    """Return the state in a checkpoint, with each file's checksum verified. Raises _DamageError."""
     name = named.name
     try:
         # As it is now: a run that trains meanwhile moves `last`.
@@ -116,7 +116,7 @@ def _verified(named: Path) -> State:
         room = psutil.virtual_memory().total
         tensors: dict[str, Tensor] = {}
         meta: dict[str, Any] = {}
-        for name in sorted(sums, key=lambda each: each != STATE):  # which says what the others are
+        for name in sorted(sums, key=lambda each: each != STATE):  # it describes the others
             found = (folder / name).stat()
             files.check_filled(found)
             room -= found.st_size
@@ -138,9 +138,9 @@ def _verified(named: Path) -> State:
 
 
 def _good_beside(damaged: Path) -> State | None:
-    """Return the newest whole checkpoint beside `damaged` that came before it, else the newest; None where none is.
+    """Return the newest whole checkpoint older than `damaged`, else the newest. None where none is.
 
-    Later ones are of a branch that the run has left, when it was taken up at an older one: better than nothing.
+    Later ones are of a branch that the run left when it resumed from an older one: better than nothing.
     """
     broken = Path(os.path.realpath(damaged))  # not `resolve`, which raises where a link points to itself
     number = numbered(broken) or (sys.maxsize, 0)

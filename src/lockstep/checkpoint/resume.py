@@ -1,4 +1,4 @@
-"""What a run continues from, and whether it is the same run."""
+"""Find the checkpoint to continue; check that the run is the same."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _META: dict[tuple[type, ...], tuple[str, ...]] = {
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm",),
 }
-"""What a checkpoint says of itself, by its types; whole numbers are not negative."""
-_LATER = {"stale": 0, "within": 0, "batch": 0}  # what older checkpoints lack, and those of lockstep train
+"""The fields of a checkpoint's `meta`, by type; whole numbers are not negative."""
+_LATER = {"stale": 0, "within": 0, "batch": 0}  # fields that older checkpoints lack, and those of lockstep train
 
 EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
@@ -35,13 +35,13 @@ _SEEN_S, _LOOK_S = 10.0, 0.2  # for another host's checkpoint to be seen here, a
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Return the options that a continued run has to share with the one it continues."""
+    """Return the options that a continued run must keep."""
     flat = flatten(config)
     return {key: flat[key] for key in IDENTITY}
 
 
 def source(config: RunConfig) -> Path | None:
-    """Return the checkpoint that `config` asks to continue from; None for a fresh start."""
+    """Return the checkpoint that `config` continues; None for a fresh start."""
     asked = config.checkpoint.resume
     if asked == "auto":
         return read.find(config.record.output) if config.record.output else None
@@ -49,10 +49,10 @@ def source(config: RunConfig) -> Path | None:
 
 
 def load(config: RunConfig, world: World, *, keys: Collection[str] = IDENTITY) -> State | None:
-    """Return the state to continue from, None for a fresh start (*collective*); `keys` are the options it must share.
+    """Return the state to continue (*collective*); None for a fresh start. `keys` are the options that must agree.
 
-    Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where
-    the ranks see different ones: a node without the run's folder would begin anew beside others that go on.
+    Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where the
+    ranks see different ones: a node without the run's folder would start anew beside others that continue.
     """
     path, is_auto = source(config), config.checkpoint.resume == "auto"
     if is_auto:
@@ -78,15 +78,15 @@ def load(config: RunConfig, world: World, *, keys: Collection[str] = IDENTITY) -
 
 
 def _newest(path: Path | None, folder: Path | None, world: World) -> Path | None:
-    """Return the newest checkpoint that any rank sees, once a slow network shows it here too (*collective*).
+    """Return the newest checkpoint of any rank (*collective*). Waits for a slow network to show it here.
 
-    Where it never does, that is `path`, the one that this rank sees.
+    If it does not appear, returns `path`, the one that this rank sees.
     """
     own = Path(os.path.realpath(path)).name if path else ""
     newest = max(world.gather(own))  # steps have leading zeros there
     if folder is None or newest == own:
         return path
-    # By its own name, which makes a host ask for it anew: what it remembers is where `last` pointed.
+    # By its own name, which makes a host look it up again: a host caches the target of `last`.
     awaited, until_s = folder / "checkpoints" / newest, time.monotonic() + _SEEN_S
     while folder.is_dir() and not awaited.exists() and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
@@ -94,7 +94,7 @@ def _newest(path: Path | None, folder: Path | None, world: World) -> Path | None
 
 
 def _check_meta(meta: dict[str, Any], path: Path) -> None:
-    """Raise `RequestError` where a checkpoint, whole by its checksums, says of itself what none of ours does."""
+    """Raise `RequestError` for an invalid `meta`. A checkpoint can have one with correct checksums."""
     meta = _LATER | meta
     for name, kinds in ((name, kinds) for kinds, names in _META.items() for name in names):
         found, least = meta.get(name, ...), int(name in ("replicas", "accumulation"))
@@ -122,9 +122,9 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
 
 
 def accumulation(state: State | None, config: RunConfig) -> int | None:
-    """Return the number of global micro-batches with which a run goes on from `state`; None to solve it anew.
+    """Return the number of global micro-batches to continue with. None to solve it anew.
 
-    Without batch statistics it is no part of the model, and follows --micro-batch and the number of ranks.
+    Without batch statistics it is not part of the model, and follows --micro-batch and the number of ranks.
     """
     if state is None or (state.meta["batchnorm"] == "none" and config.batch.micro_batch is not None):
         return None

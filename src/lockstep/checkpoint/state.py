@@ -1,4 +1,4 @@
-"""A run's state, the same whatever the strategy: named tensors, and everything else as JSON holds it.
+"""A run's state, independent of the strategy: named tensors and JSON.
 
 Tensors are called `model/fc.weight`, `optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`: by the model's own names,
 without a wrapper's prefix or a parameter's index, so that what one strategy saves another one loads.
@@ -21,7 +21,7 @@ from ..errors import RequestError, unknown
 
 @dataclass(frozen=True)
 class State:
-    """`tensors` by name, and `meta`, which is JSON-able."""
+    """The state of a run: `tensors` by name, and JSON-able `meta`."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class State:
     caution: str = field(default="", compare=False)  # why that is not the newest one, in words
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors below `name/`, by the rest of their names."""
+        """Return the tensors below `name/`, without that prefix."""
         return {key[len(name) + 1 :]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
 
 
@@ -39,7 +39,7 @@ def model_tensors(model: nn.Module, *, under: str = "model") -> dict[str, Tensor
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into the model, in place; raises what `check_fits` does."""
+    """Copy `tensors` into the model, in place. Raises what `check_fits` does."""
     check_fits(model, tensors)
     with torch.no_grad():
         for name, value in model.state_dict().items():
@@ -47,7 +47,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Raise `RequestError`, naming the keys and shapes, where `tensors` are not those of the model."""
+    """Raise `RequestError` where `tensors` do not fit the model. The message names keys and shapes."""
     missing, foreign, reshaped = misfits(model.state_dict(), tensors)
     named = {"it lacks ": missing, "the model lacks ": foreign, "": list(reshaped.values())}
     if differences := "; ".join(words + few(names) for words, names in named.items() if names):
@@ -55,7 +55,7 @@ def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return the names, in order, that `tensors` lack, those that `own` lack, and {name: both shapes} that differ."""
+    """Return names missing in `tensors`, in `own`, and {name: both shapes}. Sorted; the last of differing shapes."""
     reshaped = {
         name: f"{name} is {tuple(tensors[name].shape)}, the model's is {tuple(own[name].shape)}"
         for name in sorted(own.keys() & tensors.keys())
@@ -65,9 +65,9 @@ def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[st
 
 
 def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters whose names match a shell `pattern`, which was given at `flag`.
+    """Return the parameters whose names match a shell `pattern`. `flag` is the pattern's option.
 
-    Raises `RequestError`, with names like it, where none does.
+    Raises `RequestError` with similar names where none does.
     """
     found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
     if not found:
@@ -78,10 +78,10 @@ def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor`, in the parameter's memory order where it has its shape.
+    """Return a copy of `tensor` in the parameter's memory order. If it has the parameter's shape.
 
-    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order would be
-    silently given to the wrong weights.
+    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order would
+    silently apply to the wrong weights.
     """
     if tensor.shape != parameter.shape:
         return tensor.clone()
@@ -89,12 +89,12 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def few(names: list[str], most: int = 3) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
-    """Return the optimizers' state by parameter name: tensors, and in `meta` the plain numbers.
+    """Return the optimizers' state by parameter name. Tensors, and plain numbers in `meta`.
 
     Learning rates and other settings are not part of it: they follow from the config and the step.
     """
@@ -113,7 +113,7 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
 
 
 def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
-    """Give the optimizers the state that `optimizer_state` returned, on each parameter's own device."""
+    """Load the result of `optimizer_state`, on each parameter's device. Raises `RequestError` for a misfit."""
     parameters = dict(model.named_parameters())
     entries: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for path, value in (state.part("optimizer") | state.meta.get("optimizer", {})).items():

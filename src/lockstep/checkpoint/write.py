@@ -1,4 +1,4 @@
-"""Saving: a copy of the tensors, then files, checksums, a rename and two links, in a thread of its own."""
+"""Save checkpoints in a background thread. Copy, files, checksums, a rename, two links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Checkpoints:
 
     `warn` is told when a checkpoint could not be written: training goes on, the older ones stay, and the next save
     tries again. `saved` hears `(step, folder)` of each one that is safely on the disk. Both are called in the caller's
-    thread, from `save`, `poll`, `wait` and `close`. `origin` is the checkpoint that the run was taken up from.
+    thread, from `save`, `poll` and `wait`. `origin` is the checkpoint that the run was taken up from.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Checkpoints:
         self._before = folder / origin.resolve().name if origin else None  # by the name that it has now
 
     def save(self, state: State, *, step: int, best: bool) -> None:
-        """Copy the state, have it written in the background, and return; waits for the save before this one.
+        """Copy the state and write it in the background. Waits for the previous save.
 
-        Tensors are named `group/name` (`model/conv1.weight`). `meta` comes back as JSON gives it (tuples as lists);
-        NaN and infinities are allowed in it. Raises TypeError where `meta` is not what JSON can hold.
+        Tensors are named `group/name` (`model/conv1.weight`). `meta` comes back as JSON gives it (tuples as lists); NaN
+        and infinities are allowed in it. Raises TypeError where JSON cannot hold `meta`.
         """
         self.wait()
         groups = _snapshot(state.tensors)
@@ -61,15 +61,15 @@ class Checkpoints:
         writing = Future[Path]()
         given = (writing, self.folder, groups, text, step, best, before)
         threading.Thread(target=_write, args=given, name="checkpoint").start()
-        self._step, self._writing = step, writing  # not before: `close` waits for it
+        self._step, self._writing = step, writing  # not before: `wait` waits for it
 
     def poll(self) -> None:
-        """Tell `warn` or `saved` how the last save ended, if it has; never waits."""
+        """Report a finished save to `warn` or `saved`. Never waits."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return once nothing is being written."""
+        """Wait until no save is in progress."""
         if self._writing is None:
             return
         error = self._writing.exception()
@@ -83,11 +83,9 @@ class Checkpoints:
             self._saved(self._step, writing.result())
             self._before = None
 
-    close = wait
-
 
 def _snapshot(tensors: dict[str, Tensor]) -> Groups:
-    """Return copies in host memory, by group; they share no storage with the live tensors."""
+    """Return copies in host memory, by group. No storage is shared with the live tensors."""
     groups: Groups = {}
     for name, tensor in tensors.items():
         group, _, rest = name.partition("/")
@@ -106,10 +104,10 @@ def _snapshot(tensors: dict[str, Tensor]) -> Groups:
 def _write(
     writing: Future[Path], folder: Path, groups: Groups, text: bytes, step: int, best: bool, before: Path | None
 ) -> None:
-    """Write a checkpoint, move the links to it, remove older ones. An OSError leaves the old ones as they were.
+    """Write a checkpoint, move the links, remove older ones. An OSError leaves the old ones as they were.
 
-    Of the older ones stay the best, and `before`: the last one, or the one that the run was taken up from, since the
-    last may be damaged.
+    Of the older ones stay the best, and `before`: the last one, or the one from which the run continues, since the last
+    may be damaged.
     """
     part = folder / f".saving-{step:08d}-{os.getpid()}"
     try:
@@ -151,7 +149,7 @@ def _write_folder(part: Path, groups: Groups, text: bytes) -> None:
 
 
 def _target(link: Path) -> Path | None:
-    """Return the folder beside `link` that it points to, whether that exists or not."""
+    """Return the path of the link's target, existing or not. In the link's folder; None for no link."""
     return link.parent / link.readlink() if link.is_symlink() else None
 
 
@@ -163,14 +161,14 @@ def _point(link: Path, target: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that a kill half way leaves none with missing files."""
+    """Remove a checkpoint. It is renamed first, so that a kill leaves none with missing files."""
     hidden = folder.with_name(f".deleting-{folder.name}")
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what killed saves left, and make `last` and `best` links again where a copy of the run has folders."""
+    """Remove leftovers of killed saves; restore `last` and `best` as links. A copied run may have folders there."""
     for path in [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""What is checked while a run goes on: replicas, samples, finite numbers; and how two checkpoints differ."""
+"""Checks of a running job. Replicas, samples, finite numbers; and the differences of two checkpoints."""

@@ -1,4 +1,4 @@
-"""How two sets of named tensors differ: what one of them lacks, and how much the others differ, by kind of layer."""
+"""Compare two sets of named tensors. Missing tensors and numeric differences, by kind of layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same bits on both sides."""
+    """One tensor whose bits differ between the two sides."""
 
     name: str
     kind: str  # what it is a part of: BatchNorm statistics, convolution weights, …
@@ -46,16 +46,16 @@ class Comparison:
     equal: int  # tensors that are the same bits on both sides
 
     def beyond(self, tolerance: float) -> tuple[Difference, ...]:
-        """Return the differences whose relative size exceeds `tolerance`; with 0, also those in bits alone."""
+        """Return the differences larger than `tolerance`, relative. With 0, also those in bits alone."""
         return tuple(each for each in self.differences if tolerance == 0 or not each.relative <= tolerance)
 
     def sizes(self, floor: float) -> dict[str, float]:
-        """Return each difference relative to `floor` at least; infinite for a tensor that one side lacks."""
+        """Return relative differences, by at least `floor`. Infinite for a tensor that one side lacks."""
         found = {each.name: min(each.relative, each.absolute / floor) for each in self.differences}
         return found | dict.fromkeys((*self.only_a, *self.only_b), math.inf)
 
     def verdict(self, tolerance: float) -> str:
-        """Return in a sentence whether the two are the same, and if not, what kind of tensors differ."""
+        """Return a sentence: equal, or which kinds of tensors differ."""
         kinds = Counter(each.kind for each in self.beyond(tolerance))
         sides = {"A": len(self.only_a), "B": len(self.only_b)}
         parts = [f"{counted(count, 'tensor')} only in {side}" for side, count in sides.items() if count]
@@ -73,7 +73,7 @@ class Comparison:
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
-    """Return how the tensors `a` and `b` differ, matched by name."""
+    """Compare the tensors `a` and `b`, matched by name."""
     shared = [name for name in a if name in b]
     different = [name for name in shared if not _same_bits(a[name], b[name])]
     found = [_difference(name, a[name], b[name], _kind_of(name, a[name], a.keys())) for name in different]
@@ -86,12 +86,12 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest |a - b| of two tensors of one shape; infinite where a value is no number."""
+    """Return the largest |a - b| of two tensors. One shape; infinite where a value is no number."""
     return _difference("", a, b, "").absolute
 
 
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
-    """Return what `tensor` is, in the plural, by its group, its shape and the tensors beside it in `names`."""
+    """Return the tensor's kind, in the plural. By its group, its shape and its neighbours in `names`."""
     group, _, path = name.partition("/")
     layer, _, leaf = path.rpartition(".")
     if group == "optimizer":
@@ -116,7 +116,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the numbers without their history, a complex one as two."""
+    """Return the detached tensor; a complex one as pairs of reals."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -144,7 +144,7 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
 
 
 def _ulps(x: Tensor, y: Tensor) -> int:
-    """Return the largest number of steps between neighbouring floating-point numbers from x (n,) to y."""
+    """Return the largest distance in floating-point steps from x (n,) to y."""
     first, second = _place(x), _place(y)
     steps = (first - second).abs()
     # Numbers of opposite signs may be further apart than int64 counts.
@@ -153,6 +153,6 @@ def _ulps(x: Tensor, y: Tensor) -> int:
 
 
 def _place(values: Tensor) -> Tensor:
-    """Return each number's place among all of its type: their bits as whole numbers, the negative ones mirrored."""
+    """Return each value's rank among its type's values. Its bits as integers, the negative ones mirrored."""
     bits = values.contiguous().view(INTEGERS[values.element_size()])
     return torch.where(bits < 0, torch.iinfo(bits.dtype).min - bits, bits).long()

@@ -1,12 +1,12 @@
-"""A digest of tensors, computed where they lie: a 64-bit number that changes with any single bit.
+"""A 64-bit digest of tensors, computed on their device. Any single bit changes it.
 
-A tensor's bytes are read once, as 64-bit words. Long tensors are cut into layers, which are summed, wrapping around at
-2⁶⁴; each sum is mixed, multiplied by an odd key of its own, and added up. A change of one sum changes the digest, and
-changes of several cancel with a chance of 2⁻⁶³; unseen is what cancels within a sum, such as two words a multiple of a
-layer apart that change places. Sums of whole numbers do not depend on order: every device gives the same digest.
+A tensor's bytes are read once, as 64-bit words. Long tensors are cut into layers, which are summed modulo 2⁶⁴; each sum
+is mixed, multiplied by an odd key of its own, and added up. A change of one sum changes the digest, and changes of
+several cancel with a chance of 2⁻⁶³; unseen are changes that cancel within a sum, such as two words a multiple of a
+layer apart that change places. Sums of integers do not depend on order: every device gives the same digest.
 (torch.hash_tensor does not see elements that change places, and is slower on a CPU.)
 
-Ranks and devices compare digests, so that tensors travel only where they differ, to tell by how much.
+Ranks and devices compare digests; tensors travel only where these differ, to measure the difference.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.state import laid_out_as
+from ..data import counter
 from ..world.world import World
 from .difference import INTEGERS, distance, plain
 
-_LAYERS = 31  # more make the sums slower, fewer what follows; a prime, as distances in memory are powers of two
-_LAYERED = 1 << 14  # words from which on layers are worth it; below, each word has a key of its own
+_LAYERS = 31  # more slow down the sums, fewer the rest; a prime, as distances in memory are powers of two
+_LAYERED = 1 << 14  # least words for layers; below, each word has a key of its own
 _PIECE = 1 << 22  # words that are cut into layers at a time, which bounds the number of keys
 _GROUP = 1 << 16  # words that are mixed and summed at a time: they stay in the processor's caches
 _SMALL_BYTES = 1 << 17  # below, tensors are digested together: a call costs as much as reading ten thousand bytes
-_KEY = 0x9E3779B97F4A7C15
 
 
 class Found(NamedTuple):
-    """A tensor that is not the same bits on all ranks."""
+    """A tensor whose bits differ between ranks."""
 
     name: str
     ranks: tuple[int, ...]  # those that are unlike most; all of them where no more than half agree
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest (0-dim int64, on their device) of all `tensors`, in their order; waits for nothing.
+    """Return the digest of all `tensors`, in their order. 0-dim int64, on their device; does not synchronize.
 
     Tensors are taken in memory order: ranks that compare have the same memory format.
     """
@@ -59,9 +59,9 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in `copy`, on any device and in any memory order, whose bits are not those in `own`.
+    """Return the names in `copy` whose bits differ from `own`. On any device, in any memory order.
 
-    The host compares the numbers: what carries tensors from one device to another is not relied on.
+    The host compares the digests: copies between devices are not relied on.
     """
     ours = [own[name] for name in copy]
     theirs = [
@@ -75,9 +75,9 @@ def differing(own: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str
 
 
 def compare(world: World, tensors: Mapping[str, Tensor]) -> list[Found]:
-    """Return the tensors that are not the same bits on all ranks (*collective*).
+    """Return the tensors whose bits differ between ranks (*collective*).
 
-    First come those that some rank lacks, then the largest difference.
+    Tensors that some rank lacks come first, then the largest difference.
     """
     by_rank: list[dict[str, int]] = world.gather({name: int(digest([each])) for name, each in tensors.items()})
     names = dict.fromkeys(name for theirs in by_rank for name in theirs)
@@ -103,7 +103,7 @@ def _gap(world: World, tensor: Tensor) -> float:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements (n,) as whole numbers of their size, in memory order where that needs no copy."""
+    """Return the elements (n,) as integers of their size. In memory order where that needs no copy."""
     tensor = plain(tensor)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
@@ -112,7 +112,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _parts(flat: Tensor) -> Iterator[Tensor]:
-    """Yield what the digest of whole numbers (n,) is made of, (m,) int64 each: sums over layers, and plain words."""
+    """Yield the numbers to digest for integers (n,), (m,) int64 each. Sums over layers, and plain words."""
     per_word = 8 // flat.element_size()
     if flat.storage_offset() % per_word:
         flat = flat.clone()  # words begin where memory has them
@@ -128,7 +128,7 @@ def _parts(flat: Tensor) -> Iterator[Tensor]:
 
 
 def _folded(parts: Iterable[Tensor]) -> Tensor:
-    """Return the digest (0-dim int64) of whole numbers, (m,) int64 each."""
+    """Return the digest (0-dim int64) of integers, (m,) int64 each."""
     sums: list[Tensor] = []
     held: list[Tensor] = []
     count = 0
@@ -144,7 +144,7 @@ def _folded(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _sum_of(numbers: Tensor) -> Tensor:
-    """Return the keyed sum (0-dim int64) of whole numbers (n,) int64, which it changes."""
+    """Return the keyed sum (0-dim) of integers (n,), both int64. Overwrites them."""
     # Mixed, since an odd factor leaves a difference in the highest bit as it is, and two of these would cancel.
     halves = numbers.view(torch.int32).view(-1, 2)
     halves[:, 0] ^= halves[:, 1]
@@ -154,10 +154,6 @@ def _sum_of(numbers: Tensor) -> Tensor:
 
 @functools.cache  # powers of two up to the words of two layers: some megabytes a device
 def _keys(count: int, device: torch.device) -> Tensor:
-    """Return (count,) odd int64 numbers without a pattern: with evenly spaced ones, moves to and fro would cancel."""
-    # SplitMix64 (G. Steele, D. Lea, C. Flood, 2014) of 1, 2, 3, …
-    found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_KEY)
-    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found = (found ^ (found >> np.uint64(31))) | np.uint64(1)
+    """Return (count,) odd int64 weights without a pattern. Evenly spaced ones would let swaps cancel."""
+    found = counter.bits(np.zeros(1, np.uint64), np.arange(count))[0] | np.uint64(1)
     return torch.from_numpy(found.view(np.int64)).to(device)

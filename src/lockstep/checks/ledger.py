@@ -1,6 +1,6 @@
-"""The ledger of a run, `ledger.bin` (see `pages`): noted by every rank, written by rank 0, and judged afterwards.
+"""The run's ledger, `ledger.bin`: which samples each step computed (see `pages`).
 
-The samples of the epoch under way are counted meanwhile, so that its end tells whether each came exactly once.
+Every rank records, rank 0 writes. The current epoch's samples are counted, to check each for exactly one occurrence.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ Notes = list[tuple[int, Indices]]
 
 
 def _add(page: Page, pages: list[Page]) -> None:
-    """Append a page of an epoch to those before."""
     samples = (pages or [page])[0].samples
-    # An index has as many bits as the largest sample, and may be beyond it. Memory is for those that came alone.
+    # An index has as many bits as the largest sample, and may exceed it. Only recorded samples take memory.
     pages.append(dataclasses.replace(page, indices=page.indices.astype(np.min_scalar_type(2 * samples))))
 
 
 def _finding(pages: Sequence[Page], expected: int | None) -> str:
-    """Return in a clause why `pages` (one at least) do not hold each sample exactly once; "" where they do.
+    """Return a clause on samples not held exactly once; "" for none. At least one page.
 
-    `expected` is how many samples were to come, all or fewer; None where that is not known, and it is only asked
-    whether one came twice.
+    `expected` is the number of samples that were due, all or fewer; None where unknown: then only repeated samples
+    count.
     """
     samples = pages[0].samples
     different, times = np.unique(np.concatenate([page.indices for page in pages]), return_counts=True)
@@ -62,7 +61,7 @@ def _finding(pages: Sequence[Page], expected: int | None) -> str:
 
 
 class Ledger:
-    """Keeps the ledger of a run. Pages that a full disk does not take wait in memory; training goes on."""
+    """Writes a run's ledger. Pages that a full disk does not take wait in memory; training goes on."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Ledger:
         steps_per_epoch: int,
         devices: int = 1,
     ) -> None:
-        """Open the ledger at `path`, which a run that is continued has rewound before (*collective*).
+        """Open the ledger at `path` (*collective*). A continued run has rewound it before.
 
         `path` counts on rank 0; None is no file. `samples` are those of the training set, `devices` those of each rank.
         Raises `RequestError`, on every rank, for a file that cannot be written, or is torn or damaged.
@@ -100,33 +99,33 @@ class Ledger:
         for page in read(path) if path.exists() else ():
             self._count(page)
         try:
-            # Unbuffered: what is written is the kernel's, and survives the end of this process.
+            # Unbuffered: written data is in the kernel, and survives the end of this process.
             self._file = open(path, "ab", buffering=0, opener=ours)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}; give another --output.") from error
 
     @property
     def waiting(self) -> int:
-        """Pages that the disk has not taken yet; 0 on all ranks but rank 0."""
+        """The number of pages not yet on disk; 0 beyond rank 0."""
         return len(self._waiting)
 
     def add(self, step: int, indices: Indices) -> None:
-        """Note that this rank computes the samples at `indices` (n,), n may be 0, in `step`, counted from 1."""
+        """Record that this rank computes samples `indices` in `step`. (n,), n may be 0; steps count from 1."""
         self._notes.append((step, indices.copy()))  # the copy: a view would keep a whole chunk of the order in memory
 
     def add_evaluated(self, indices: Indices) -> None:
-        """Note that this rank evaluates the samples at `indices` (n,)."""
+        """Record that this rank evaluates the samples at `indices` (n,)."""
         self._evaluated.append(indices.copy())
 
     def flush(self, epoch: int) -> None:
-        """Write the steps noted since the last time, all of `epoch`, as one page (*collective*)."""
+        """Write the recorded steps, all of `epoch`, as one page (*collective*)."""
         notes, self._notes = self._notes, []
         self._keep(TRAIN, epoch, self._samples, notes)
 
     def flush_evaluation(self, epoch: int, step: int, samples: int) -> str:
-        """Write the evaluation of `samples` samples after `step`, in `epoch`, as one page (*collective*).
+        """Write the evaluation after `step` as one page (*collective*). Of `samples` samples, in `epoch`.
 
-        Returns, on every rank, why it did not hold each sample once, and on which rank; "" where it did.
+        Returns, on every rank, the samples not held exactly once, and their ranks; "" for none.
         """
         notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
@@ -134,10 +133,10 @@ class Ledger:
         return self._told(f"the evaluation after step {step}: {found}" if found else "")
 
     def close_epoch(self, epoch: int, expected: int) -> str:
-        """Return, on every rank, why `epoch` did not hold each sample exactly once; "" where it did (*collective*).
+        """Return, on every rank, the fault of `epoch`; "" for none (*collective*).
 
-        `expected` is how many samples were to come: fewer than there are where an incomplete last batch is left out.
-        Where its beginning is not recorded, it is only asked whether a sample came twice.
+        Each sample must have come exactly once. `expected` is the number of samples due: fewer than the set where an
+        incomplete last batch is left out. Where the epoch's beginning is not recorded, only repeated samples count.
         """
         self.flush(epoch)
         found, pages = "", self._pages
@@ -150,7 +149,7 @@ class Ledger:
         return self._told(f"epoch {epoch}: {found}" if found else "")
 
     def close(self) -> None:
-        """Write what had found no room so far, and have the disk confirm the file; `waiting` tells what is lost."""
+        """Write the waiting pages and sync the file. `waiting` then counts the lost ones."""
         if self._file is not None:
             with self._file:
                 self._write()
@@ -160,14 +159,14 @@ class Ledger:
                     self.trouble = error.strerror or str(error)
 
     def _told(self, finding: str) -> str:
-        """Return what rank 0 has found (*collective*)."""
+        """Return rank 0's finding (*collective*)."""
         begun_s = time.perf_counter()
         found: str = self._world.gather(finding)[0]
         self.cost_s += time.perf_counter() - begun_s
         return found
 
     def _keep(self, kind: str, epoch: int, samples: int, notes: Notes) -> Page | None:
-        """Write what all ranks have noted as one page (*collective*); return it on rank 0 where that is anything."""
+        """Write all ranks' notes as one page (*collective*). Returns it on rank 0, if not empty."""
         begun_s = time.perf_counter()
         page = None
         if (gathered := _gathered(self._world, notes)) is not None:
@@ -199,7 +198,7 @@ class Ledger:
 
 
 def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], Indices] | None:
-    """Return the first step noted on any rank, counts (steps, ranks) and all indices, on rank 0 (*collective*).
+    """Gather all ranks' notes on rank 0 (*collective*). First step, counts (steps, ranks), all indices.
 
     None on the other ranks, and where nothing was noted.
     """
@@ -227,20 +226,20 @@ def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What a run was to do and, where it is known, what it did."""
+    """The plan of a run and, where known, its outcome."""
 
     global_batch: int
     drop_last: bool = False
     order: str = ""  # in which an epoch visits its samples: SHUFFLED by the `seed`, or ASCENDING; else unknown
     seed: int = 0
     is_own_loop: bool = False  # which may make one step of several batches
-    first: int | None = None  # the step from which on it kept a ledger
+    first: int | None = None  # the first step in its ledger
     steps: int | None = None  # the optimizer steps that it made
     evaluations: Collection[int] = ()  # the steps after which it evaluated, from `first` on
 
 
 def _deviations(pages: Sequence[Page], planned: Planned) -> Iterator[str]:
-    """Yield the steps of an epoch in which a rank computed other samples than its share of the plan, in this order."""
+    """Yield an epoch's steps in which ranks deviated from the plan. Other samples, or another order."""
     epoch, samples = pages[0].epoch, pages[0].samples
     order: Callable[[int, int], Indices] = np.arange
     if planned.order == SHUFFLED:
@@ -252,7 +251,7 @@ def _deviations(pages: Sequence[Page], planned: Planned) -> Iterator[str]:
         for step, (sizes, held) in enumerate(zip(page.counts, steps, strict=True), start=page.first_step):
             within = step - 1 - epoch * per_epoch
             begin, stop = plan.batch(within, samples) if 0 <= within < per_epoch else (0, 0)
-            if len(held) != stop - begin:  # first: to plan what a page only claims takes memory
+            if len(held) != stop - begin:  # first: the plan of a page's unchecked numbers could take much memory
                 told = f"{counted(len(held), 'sample')} of epoch {epoch}"
                 yield f"step {step} has {told}, and {stop - begin:,} by the plan"
                 continue
@@ -266,20 +265,20 @@ def _deviations(pages: Sequence[Page], planned: Planned) -> Iterator[str]:
 
 @lru_cache(maxsize=16)
 def _layout(plan: BatchPlan, count: int) -> tuple[Indices, Indices]:
-    """Return how many of `count` samples each rank has, (ranks,), and their places in the batch by rank, (count,)."""
+    """Return each rank's share of a batch of `count`. Sizes (ranks,), and places by rank (count,)."""
     by_rank = [[at for share in plan.split(0, count, rank) for at in share] for rank in range(plan.ranks)]
     return np.array([len(own) for own in by_rank]), np.array([*chain.from_iterable(by_rank)], np.int64)
 
 
 def check(path: Path, planned: Planned) -> Check:
-    """Return what there is to say of the ledger at `path` of a run that was `planned`.
+    """Judge the ledger at `path` of a run that was `planned`.
 
-    Each known step has to be there once, and an evaluation after each step that had one; each evaluation and each whole
-    epoch has to hold each sample once (without a smaller last batch, as many samples as its steps take), and an epoch
-    that is not whole none twice. Where the order is known, each rank's share of each step has to be the planned one.
+    Each known step must be present once, and an evaluation after each step that had one; each evaluation and each whole
+    epoch must hold each sample once (without a smaller last batch, as many samples as its steps take), and an epoch
+    that is not whole none twice. Where the order is known, each rank's share of each step must be the planned one.
 
-    Raises `RequestError` for a file that is not there or is damaged. A last page that a kill cut short is left out; of
-    a run whose steps are known, which has an end, it is damage.
+    Raises `RequestError` for a missing or damaged file. A last page that a kill cut short is left out; for a run whose
+    steps are known, and which so has an end, that page is damage.
     """
     begun_s, torn = time.perf_counter(), ""
     evaluated: list[tuple[int, str]] = []

@@ -1,8 +1,8 @@
-"""The pages of a ledger, `ledger.bin`: which sample went into which optimizer step on which rank, packed as bits.
+"""Pages of a ledger, `ledger.bin`: samples by optimizer step and rank.
 
-A page holds consecutive optimizer steps of one epoch, or one evaluation: a header of fixed size, how many samples each
-rank computed in each step, and their indices in the order in which they were computed. Header and body have a checksum
-each, so that a page that a kill cut short is told apart from a damaged one. Each page has its own number of ranks.
+A page holds consecutive optimizer steps of one epoch, or one evaluation: a header of fixed size, the number of samples
+of each rank in each step, and their indices, packed as bits, in order of computation. Header and body have a checksum
+each, which distinguishes a page that a kill cut short from a damaged one. Each page has its own number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MORE = 1 << 16
 
 
 class TornError(RequestError):
-    """The file ends in the middle of its last page, as a killed run leaves it; all pages before are whole."""
+    """The file's last page is incomplete, as after a kill. All pages before are whole."""
 
 
 def _bits_for(samples: int) -> int:
@@ -46,14 +46,14 @@ def _bits_for(samples: int) -> int:
 
 
 def _pack(indices: Indices, bits: int) -> bytes:
-    """Return `indices` (n,) with `bits` bits each, lowest bit first, in ⌈n · bits ÷ 8⌉ bytes."""
+    """Return `indices` (n,) with `bits` bits each. Lowest bit first, in ⌈n · bits ÷ 8⌉ bytes."""
     assert not len(indices) or (indices.min() >= 0 and int(indices.max()) >> bits == 0), "an index of no sample"
     octets = indices.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : -(-bits // 8)]
     return np.packbits(np.unpackbits(octets, axis=1, count=bits, bitorder="little"), bitorder="little").tobytes()
 
 
 def _unpack(data: bytes, number: int, bits: int) -> Indices:
-    """Return the `number` indices that `_pack` made `data` of, (number,)."""
+    """Return the `number` indices in `data`, (number,). Inverse of `_pack`."""
     each = np.unpackbits(np.frombuffer(data, np.uint8), count=number * bits, bitorder="little").reshape(number, bits)
     octets = np.zeros((number, 8), np.uint8)
     octets[:, : -(-bits // 8)] = np.packbits(each, axis=1, bitorder="little")
@@ -62,7 +62,7 @@ def _unpack(data: bytes, number: int, bits: int) -> Indices:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """Consecutive optimizer steps of one epoch (kind `TRAIN`), or the evaluation after a step (kind `EVAL`)."""
+    """Optimizer steps of one epoch, or one evaluation. Consecutive steps (`TRAIN`), or after a step (`EVAL`)."""
 
     kind: str
     epoch: int
@@ -81,13 +81,13 @@ class Page:
         return self.first_step + len(self.counts) - 1
 
     def places(self, sample: int) -> Iterator[tuple[int, int]]:
-        """Yield (step, rank) wherever this sample came."""
+        """Yield (step, rank) of each occurrence of the sample."""
         ends = np.cumsum(self.counts.reshape(-1), dtype=np.int64)
         for cell in np.searchsorted(ends, np.flatnonzero(self.indices == sample), side="right").tolist():
             yield self.first_step + cell // self.ranks, cell % self.ranks
 
     def encode(self) -> bytes:
-        """Return the page as the file holds it."""
+        """Return the page in the file's format."""
         assert self.counts.shape[1] == self.ranks, self.counts.shape
         assert self.counts.sum() == len(self.indices), "each index is some rank's"
         bits = _bits_for(self.samples)
@@ -102,8 +102,8 @@ class Page:
 def read(path: Path) -> Iterator[Page]:
     """Yield the pages of the ledger at `path`, one at a time.
 
-    Raises `RequestError` where there is none, for a page that is damaged, and for one of another version of this
-    format; and `TornError`, which is one, after all whole pages where a kill cut the last one short.
+    Raises `RequestError` for a missing file, a damaged page, or another version of this format; and `TornError`, its
+    subclass, after all whole pages where a kill cut the last one short.
     """
     try:
         file = open(path, "rb", opener=foreign)
@@ -119,7 +119,7 @@ def read(path: Path) -> Iterator[Page]:
 
 
 def _read(file: BinaryIO, size: int, at: str) -> Page:
-    """Return the page where the file of `size` bytes stands; its header is judged before its numbers are believed."""
+    """Read the page at the file's position; `size` is in bytes. Checks the header before it uses its numbers."""
     torn = TornError(f"{at} is cut short, as by a kill; continue the run, which drops that page and records it anew.")
     damaged = RequestError(f"{at} is damaged, or of another version's format; give a copy, or move it away.")
     header = file.read(_HEADER.size)
@@ -149,11 +149,11 @@ def _read(file: BinaryIO, size: int, at: str) -> Page:
 
 
 def rewind(path: Path, *, step: int, begun: Path | None = None) -> int | None:
-    """Cut the ledger back to what had happened by `step`, atomically, so that a resumed run goes on from there.
+    """Truncate the ledger to `step`, atomically, for a resumed run.
 
-    Steps and evaluations after `step` go, and so does a last page that a kill cut short. Where there is no file, the
-    one of the run in the folder `begun` is carried over. Returns the last step that is left, 0 for none, and None
-    where there is no ledger. Raises `RequestError` for one that is damaged.
+    Removes steps and evaluations after `step`, and a last page that a kill cut short. Where the file is missing, the
+    one of the run in the folder `begun` is carried over. Returns the last step that is left, 0 for none, and None where
+    there is no ledger. Raises `RequestError` for one that is damaged.
     """
     source = path if path.exists() or begun is None else begun / NAME
     if not source.exists():

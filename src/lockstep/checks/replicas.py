@@ -1,7 +1,7 @@
-"""Whether the ranks' replicas are the same bits, compared while they train.
+"""Compare the ranks' replicas bit for bit during training.
 
-Every rank digests its tensors where they lie, and one exchange of a few bytes tells whether all have the same digest,
-and whether any may be not finite. Only where something is wrong are tensors compared one by one, to name them.
+Every rank digests its tensors on their device, and one exchange of a few bytes shows whether all digests are equal, and
+whether any tensor may be non-finite. Only after a mismatch are tensors compared one by one, to name them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNSTEADY = "nothing when they are read a second time: a device gives other bits
 
 
 class ReplicaCheck:
-    """Compares the replicas of `world`'s ranks, and of the devices that a rank drives, every so many steps."""
+    """Compares replicas every so many steps. Those of `world`'s ranks, and of each rank's devices."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class ReplicaCheck:
         remedy: Callable[[], str] = str,
         begun: int = 0,
     ) -> None:
-        """`tensors` returns what has to be the same on every rank, by name, in any order.
+        """`tensors` returns the tensors to compare, by name, in any order.
 
-        `every` is the number of steps between two checks: None for what `SHARE` allows, 0 for no check at all.
+        `every` is the number of steps between two checks: None for the most that `SHARE` allows, 0 for no check at all.
         `copies` returns the tensors of each further device of this process, named as in `tensors`. `remedy` returns a
         sentence on what to do about numbers that are not finite, or raises a better error (*collective*). `begun` is
-        the step that the run goes on from.
+        the step from which the run continues.
         """
         self.checks = 0
         self.cost_s = 0.0
@@ -59,13 +59,13 @@ class ReplicaCheck:
         self._lost_at: int | None = None  # a step whose loss was not finite, some time after the last check
 
     def due(self, step: int) -> bool:
-        """Whether the replicas are to be compared after `step`: the same on every rank."""
+        """Return whether to compare after `step`. The same on every rank."""
         return step >= self._next
 
     def check(self, step: int, step_s: float) -> None:
-        """Compare the replicas after `step`; `step_s` is how long a step takes now (*collective*).
+        """Compare the replicas after `step` (*collective*). `step_s` is the current duration of a step.
 
-        Raises, on every rank, `ProofError` where they are not the same bits, and `RunError` where all are not finite.
+        Raises, on every rank, `ProofError` where bits differ, and `RunError` where all are equal but non-finite.
         """
         device = self._world.device
         if device.type == "cuda":
@@ -85,14 +85,14 @@ class ReplicaCheck:
         self.cost_s += self._last_cost_s
 
     def confirm(self, step: int, step_s: float) -> None:
-        """Compare the replicas after `step`, unless that was done: what is saved is what all hold (*collective*)."""
+        """Compare the replicas after `step` before a save, unless done (*collective*)."""
         if self._on and self.agreed_at != step:
             self.check(step, step_s)
 
     def explain_loss(self, step: int, bad_step: int) -> str:
-        """Return what replicas may have to do with a loss of `bad_step` that is not finite; "" for nothing.
+        """Return how replicas may explain the non-finite loss of `bad_step`. "" for not at all.
 
-        They are compared where that is in doubt (*collective*); raises `ProofError` where they are not the same bits.
+        Compares them where in doubt (*collective*); raises `ProofError` where bits differ.
         """
         doubt = self._doubt(bad_step - 1) if self._on else ""
         if doubt:
@@ -104,7 +104,7 @@ class ReplicaCheck:
         return doubt
 
     def proof(self) -> Check:
-        """Return what was checked and what came of it."""
+        """Return the check's outcome so far."""
         found = f"compared first after step {self._first_at} and last after step {self.agreed_at}"
         if self._failure:
             found = str(self._failure).removesuffix(".")
@@ -129,7 +129,7 @@ class ReplicaCheck:
         )
 
     def _wait(self, step: int, step_s: float) -> int:
-        """Return after how many steps all checks so far and one more are worth `SHARE` of the time."""
+        """Return the steps until the next check. All checks, that one included, then cost `SHARE` of the time."""
         if self._every or not step_s:
             return self._every or 1
         paid_at = self._first_at + (self.cost_s + self._last_cost_s) / (SHARE * step_s)
@@ -138,7 +138,7 @@ class ReplicaCheck:
     def _judge(
         self, step: int, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]], by_rank: list[list[int]]
     ) -> None:
-        """Raise what is wrong, by each rank's facts, whether its copies differ, and its wait (*collective*)."""
+        """Raise the error that the ranks' facts show (*collective*). Each row ends with: copies differ, wait."""
         # Before all else: a rank that is not finite soon spoils the others, and not all alike.
         is_apart = any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank)
         is_apart |= any(differ for *_, differ, _ in by_rank)
@@ -158,7 +158,7 @@ class ReplicaCheck:
             raise self._failure
 
     def _unlike(self, tensors: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]) -> str:
-        """Return which ranks and which copies differ, and in what tensors (*collective*)."""
+        """Return the differing ranks and copies, and their tensors (*collective*)."""
         found: dict[str, list[tuple[str, float | None]]] = {}
         for name, ranks, gap in compare(self._world, tensors):
             whose = f"{ranks_named(ranks)} {'differs from the others' if len(ranks) == 1 else 'differ'}"
@@ -173,7 +173,7 @@ class ReplicaCheck:
         return "; ".join(f"{whose} in {_listed(named)}" for whose, named in found.items())
 
     def _doubt(self, step: int) -> str:
-        """Return a sentence on why numbers may be not finite; "" if replicas were compared after `step`."""
+        """Return a sentence on non-finite numbers; "" if compared after `step`."""
         if self._world.size == 1 or step <= (self._begun if self.agreed_at is None else self.agreed_at):
             return ""
         return (
@@ -186,7 +186,7 @@ class ReplicaCheck:
 
 
 def facts(tensors: Mapping[str, Tensor], device: torch.device, *more: int) -> Tensor:
-    """Return the digest of the tensors on each kind of device, and whether any may be not finite; waits for nothing.
+    """Return each device kind's digest, and a non-finite flag. Does not synchronize.
 
     After them come the numbers `more`: (kinds of device + 1 + more,) int64 on `device`.
     """

@@ -26,7 +26,7 @@ from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
 from .train import entry
-from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -73,9 +73,10 @@ def main(given: list[str]) -> int:
         return _watched(*given)
     if output.helped(given, _USAGE):
         return 0
-    if given[:1] == ["--from"] or (given[:1] == ["--output"] and given[2:3] == ["--from"]):
-        asked, leading = words.take([word for word in given if word != "--from"], {"--output": str})
-        report_of([Path(each) for each in leading], Path(asked["--output"]) if "--output" in asked else None)
+    asked, leading = words.take(given, {"--output": str}) if "--from" in given else ({}, [])
+    if leading[:1] == ["--from"]:
+        runs = [Path(each) for each in leading if each != "--from"]
+        report_of(runs, Path(asked["--output"]) if "--output" in asked else None)
         return 0
     job = Job(given, OWN, prog="lockstep compare")
     asked, base = job.asked, job.config()
@@ -92,7 +93,7 @@ def main(given: list[str]) -> int:
             + "give two different values at least, as in --vary devices=1,2."
         )
     if "--vary" not in asked:
-        cells = [each for each in cells if not each.why_not]  # nobody has asked for the others
+        cells = [each for each in cells if not each.why_not]  # the others were not requested
     steps = whole_number("--steps", asked.get("--steps"))
     plan = rounds.Plan(budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=steps)
     aim = _aim(asked, base.seed, varied, is_script=job.is_script)
@@ -118,9 +119,9 @@ def main(given: list[str]) -> int:
 
 
 def report_of(given: Sequence[Path], folder: Path | None) -> Path:
-    """Write and print a report on runs that have ended; return its page.
+    """Write and print a report on runs that have ended. Returns its page.
 
-    Raises `RequestError` where there is no run, or they are of several jobs.
+    Raises `RequestError` for no run, or runs of several jobs.
     """
     if not given:
         raise RequestError("There is no run to report on; give the folders of some that have ended.")
@@ -140,7 +141,6 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
 
 
 def _write(found: Report, folder: Path) -> None:
-    """Write a report's files, and print its tables and its answer."""
     with kept_in(folder):
         own_folder(folder)
         names = report.write(found, folder)
@@ -158,7 +158,7 @@ def _write(found: Report, folder: Path) -> None:
 
 
 def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
-    """Run a command, measured as `how` says (internal verb)."""
+    """Run a command and measure it, by the internal verb `how`."""
     if verb not in ("run", "train") or (how != "raced" and not told.isdecimal()):
         raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
     job: Callable[[RunConfig, World], Any] = entry
@@ -166,7 +166,7 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
         config, script = run.asked([*rest], prog="lockstep run")
         job = partial(_run_script, script)
     else:
-        # What watches it ends it, after more steps than a short job has.
+        # The watcher ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse([*rest], prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
     launchers.launch(partial(_WATCHED[how], job, told if how == "raced" else int(told)), config)
@@ -174,18 +174,17 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
 
 
 def _run_script(script: Script, config: RunConfig, world: World) -> None:
-    """Run a script; raise `RunError` for an exit code of its own."""
+    """Run a script. Raises `RunError` for an exit code of its own."""
     if code := script(config, world):
         raise RunError(f"{script.name} has ended with exit code {code}; what it printed says why.")
 
 
 def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
     """Return what is varied by default; raises `RequestError` for nothing."""
-    facts, options = hardware.survey(launchers.visible_gpus()), flatten(base)
-    gpus = 0 if base.parallel.accelerator == "cpu" else len(facts.gpus)
+    options, cpus, has_bf16 = flatten(base), hardware.cpus(), bool(hardware.bf16_units())
     named = {word.partition("=")[0].removeprefix("--") for word in job.given}
     kept = {key: str(options[key]) for key in named & {"strategy", "devices", "precision"}}
-    found = grid.usual(facts.cpus, gpus, has_bf16=facts.has_bf16_units, is_script=job.is_script, given=kept)
+    found = grid.usual(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, given=kept)
     if not found:
         raise RequestError("There is one way to train this here: say what to compare, as in --vary batch=64,256.")
     return found
@@ -200,7 +199,7 @@ def _seconds(text: str) -> float:
 
 
 def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool) -> Aim:
-    """Return which whole trainings are asked for; raises `RequestError` where they cannot be."""
+    """Return the whole trainings asked for. Raises `RequestError` for an impossible combination."""
     many, target = whole_number("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
     if many is None and target is None:
         for key in sorted(varied.keys() & {"epochs", "max-steps"}):

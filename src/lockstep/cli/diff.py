@@ -35,7 +35,7 @@ _ROWS = 5
 
 
 def main(given: list[str]) -> int:
-    """Print how the two differ; return 0 where they are the same, raise `ProofError` where they are not."""
+    """Print the differences; return 0 for none. Raises `ProofError` where they differ."""
     if output.helped(given, _USAGE):
         return 0
     own, rest = words.take(given, {"--tolerance": float, "--all": bool})
@@ -45,7 +45,7 @@ def main(given: list[str]) -> int:
         raise RequestError(
             f"lockstep diff compares two checkpoints, found {len(rest)}; as in lockstep diff runs/a runs/b."
         )
-    # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
+    # Imported late, as it takes seconds: an invalid request is refused at once.
     from ..checkpoint import foreign
     from ..checks import difference
 
@@ -72,7 +72,7 @@ def main(given: list[str]) -> int:
 
 
 def _comparable(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    """Return the parts that are compared, and what is said of the others: weights alone are compared with weights."""
+    """Return the comparable parts of both, and a note on the others. Weights alone are compared with weights."""
     parts_a, parts_b = ({name.partition("/")[0] for name in side} for side in (a, b))
     if parts_a == parts_b or {"model"} not in (parts_a, parts_b):
         return a, b, ""
@@ -84,7 +84,7 @@ def _comparable(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[dict[str, T
 
 
 def _rows(differences: Sequence[Difference], most: int | None) -> Iterator[tuple[str, ...]]:
-    """Yield the first `most` rows of each kind: first the kind with the largest difference."""
+    """Yield the first `most` rows of each kind. The kind with the largest difference comes first."""
     for kind, count in Counter(each.kind for each in differences).items():
         shown = [each for each in differences if each.kind == kind][:most]
         first = f", the first {len(shown)} (--all)" if count > len(shown) else ""

@@ -1,4 +1,4 @@
-"""`lockstep doctor [flags]`: whether a job can run here, and what would slow it or put it at risk."""
+"""`lockstep doctor [flags]`: check that a job can run. Reports risks and slowdowns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ALIKE = 3  # green lines of one name that are shown, where many hosts give as m
 
 
 def main(given: list[str]) -> int:
-    """Examine, print what was found, and return 0; raise `RunError` where no job can run."""
+    """Examine, print the findings, and return 0. Raises `RunError` where no job can run."""
     if output.helped(given, _USAGE):
         return 0
     own, rest = words.take(given, {"--json": bool})
@@ -70,7 +70,7 @@ def main(given: list[str]) -> int:
     )
     # Without --output, so that a failure leaves nothing in that folder.
     report = launchers.launch(examination, dataclasses.replace(_usable(config), record=RecordConfig()))
-    if report is not None:  # else this process is another rank than the one that tells
+    if report is not None:  # else this process is not the rank that reports
         tell(report)
     return 0
 
@@ -83,7 +83,7 @@ def _check_flags(given: Collection[str], config: RunConfig) -> None:
 
 
 def _usable(config: RunConfig) -> RunConfig:
-    """Return the config without GPUs that torch cannot use: a finding here, and no end."""
+    """Return the config without GPUs that torch cannot use. The doctor then reports a finding, and goes on."""
     parallel = dataclasses.replace(config.parallel, max_restarts=0)  # a rank that fails is a finding, too
     if parallel.accelerator == "auto" and hardware.gpus(launchers.visible_gpus()):
         import torch  # late, and only where there are GPUs: it takes seconds
@@ -94,8 +94,7 @@ def _usable(config: RunConfig) -> RunConfig:
 
 
 def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
-    """Print the report of a command given at `since_s`; raise `RunError` where no job can run."""
-    output.survive()  # a rank is a process of its own
+    """Print the report of a command given at `since_s`. Raises `RunError` where no job can run."""
     took_s = time.time() - since_s
     with contextlib.suppress(BrokenPipeError), output.written():
         if as_json:
@@ -109,7 +108,7 @@ def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
 
 
 def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, took_s: float) -> None:
-    """Print the findings by group, and what they amount to."""
+    """Print the findings by group, and the verdict."""
     screen, several = Screen(), len(set(hosts)) > 1
     where = counted(len(set(hosts)), "host") if several else hosts[0]
     screen.say((f"{counted(len(hosts), 'rank')} on {where}, {accelerator}", "dim"))
@@ -132,6 +131,6 @@ def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, to
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the worst state there is: red where no job can run."""
+    """Return the findings' worst state. Red means that no job can run."""
     states = {each.state for each in findings}
     return next(state for state in _MEANINGS if state in states or state == "green")

@@ -1,4 +1,4 @@
-"""`lockstep eval RUN [flags]`: the exact scores of a checkpoint, on any world."""
+"""`lockstep eval RUN [flags]`: a checkpoint's exact scores, on any world."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
 from ..files import DEFECTS, parse_json, read, shown
 from ..launchers import table as launchers
+from ..runs import folders
 from ..screen import Screen
 from . import flags, output, words
 from .train import preflight
@@ -37,7 +38,7 @@ not depend on the devices, so the run's own are not asked for again: this machin
 
 SPLITS = ("validation", "test", "train")
 _AT_ONCE = 1024
-"""The most images of 224 pixels that a rank evaluates at once because the run, which many may have trained, says so."""
+"""Limit on the run's batch for a rank's evaluation, in images of 224 pixels: more ranks may have trained the run."""
 _OF_TRAINING = (
     *("augment", "accumulate", "micro-batch", "drop-last", "epochs", "max-steps", "eval-every", "patience"),
     "find-unused",
@@ -76,12 +77,8 @@ def main(given: list[str]) -> int:
 
 
 def _config_file(path: Path) -> Path:
-    """Return the config.toml of the run that `path` is, or is a checkpoint of."""
-    above = path.absolute().parent
-    run = above.parent if above.name == "checkpoints" else above if path.name == "checkpoints" else path
-    if not (run / "config.toml").is_file():
-        found = "lies in no run's folder: there is no config.toml" if path.exists() else "is not there"
-        raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
+    """Find config.toml of a run, given its folder or checkpoint."""
+    run = folders.find(path, "config.toml")
     with contextlib.suppress(*DEFECTS):  # what else is wrong with the run is told by what reads it
         if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":
             raise RequestError(
@@ -92,11 +89,11 @@ def _config_file(path: Path) -> Path:
 
 
 def _base(source: Path) -> RunConfig:
-    """Return the run's config without what was its machine's: devices, workers, folders, large batches."""
+    """Return the run's config without machine-specific options. These are devices, workers, folders, large batches."""
     run = read_toml(source)
     most, own = max(1, min(_AT_ONCE, _AT_ONCE * 224**2 // run.data.image_size**2)), run.batch.eval_batch
     batch = dataclasses.replace(run.batch, size=min(run.batch.size, most), eval_batch=own and min(own, most))
-    downloads = run.data.download and run.data.dir.exists()  # nothing is downloaded to where only the run says
+    downloads = run.data.download and run.data.dir.exists()  # no download to a folder that only the run names
     data = dataclasses.replace(run.data, workers=DataConfig().workers, download=downloads)
     return dataclasses.replace(run, batch=batch, data=data, parallel=ParallelConfig(), record=RecordConfig())
 
@@ -110,7 +107,7 @@ def _check_flags(given: Collection[str], config: RunConfig) -> None:
 
 
 def _check_writable(folder: Path, predictions: Path | None) -> None:
-    """Raise `RequestError` where the files of an evaluation cannot be written: known before it takes its time."""
+    """Raise `RequestError` for unwritable outputs, before the evaluation takes its time."""
     if predictions is not None and (predictions.suffix != ".csv" or not predictions.parent.is_dir()):
         raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
     if folder.exists() and not os.access(folder, os.W_OK):
@@ -120,5 +117,4 @@ def _check_writable(folder: Path, predictions: Path | None) -> None:
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:
     from ..sessions.scoring import evaluate_checkpoint
 
-    output.survive()  # a rank is a process of its own
     return evaluate_checkpoint(config, world, **asked)

@@ -1,7 +1,7 @@
-"""From the command line to a `RunConfig`: recipe, then file, then flags.
+"""Convert a command line to a `RunConfig`: recipe, then file, then flags.
 
-Flags are the options of `config.options` by their keys, so their values are converted and checked as those of a TOML
-file are; tyro draws the help from the same dataclasses.
+Flags are the options of `config.options` by their keys: their values are converted and checked as those of a TOML file
+are; tyro draws the help from the same dataclasses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Arguments:
 
 
 class _Flag(NamedTuple):
-    """A flag as it was written, such as --data_dir, and the words up to the next one."""
+    """A flag as written, such as --data_dir, and its following words."""
 
     text: str
     words: list[str]
@@ -61,9 +61,9 @@ class _Flag(NamedTuple):
 
 
 def check_read(given: Iterable[str], config: RunConfig) -> None:
-    """Raise `RequestError` for the first of the flags `given` (without dashes) that `config` leaves without effect.
+    """Raise `RequestError` for the first flag without effect in `config`. `given` are flags without dashes.
 
-    Whoever gives a flag expects it to matter; a recipe or a file may hold what a flag has made idle.
+    A flag on the command line must matter; a recipe or a file may set an option that a flag has made idle.
     """
     values, readers = flatten(config), _READERS | {flag: ("data", names) for flag, names in sets.readers().items()}
     for flag in {flag for kind in KINDS.values() for flag in kind.options}:
@@ -85,12 +85,12 @@ def parse(
     imports: bool = True,
     check: Callable[[Collection[str], RunConfig], None] = check_read,
 ) -> RunConfig:
-    """Return the config that the arguments ask for, over `base`; without a base, a recipe may come first.
+    """Return the config of the arguments, over `base`. Without a base, a recipe may come first.
 
-    `source` is the file that `base` was read from, and `imports` whether the config's code will be imported. `check`
-    refuses flags, by their names without dashes, that would have no effect in the config.
+    `source` is the file of `base`, and `imports` whether the config's code will be imported. `check` refuses flags, by
+    their names without dashes, that would have no effect in the config.
 
-    Raises `RequestError` for what is no recipe, flag or value, with the nearest names; exits 0 after --help.
+    Raises `RequestError` for an unknown recipe, flag or value, with the nearest names; exits 0 after --help.
     """
     leading, flags = _read(given)
     named = leading[:1] if base is None else []
@@ -115,7 +115,7 @@ def parse(
 
 
 def without(given: list[str], names: Collection[str]) -> list[str]:
-    """Return the words `given` without the flags of these names (without dashes) and their values."""
+    """Return the words `given` without these flags and their values. `names` have no dashes."""
     leading, flags = _read(given)
     return [*leading, *(word for flag in flags if flag.name not in names for word in (flag.text, *flag.words))]
 
@@ -134,7 +134,7 @@ def _read(given: list[str]) -> tuple[list[str], list[_Flag]]:
 
 
 def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
-    """Return {key: value} of the flags; raise `RequestError` where there is no such flag or value."""
+    """Return {key: value} of the flags. Raises `RequestError` for an unknown flag or an invalid value."""
     known = {leaf.key: leaf for leaf in (*leaves(), _CONFIG)}
     known |= {f"no-{key}": leaf for key, leaf in known.items() if leaf.kind is bool}
     values: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def _check_stray(words: Iterable[object]) -> None:
 
 
 def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
-    """Raise `RequestError` for code that a file names, which may be anybody's, and no flag of these `names` does."""
+    """Raise `RequestError` for untrusted code: a file names it, no flag does. `names` are the flags given."""
     found = {key: value for key, value in flatten(base, NAMES_OF_CODE).items() if ":" in value and key not in names}
     if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in found.items()):
         raise RequestError(

@@ -1,11 +1,10 @@
-"""`lockstep forecast`: what more devices would bring."""
+"""`lockstep forecast`: speed-up and cost of more devices."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from .. import hardware
 from ..compare import forecast, networks, records, tables
 from ..compare.forecast import Cluster
 from ..compare.grid import Cell, Words
@@ -13,11 +12,10 @@ from ..compare.networks import Links
 from ..config.options import flatten
 from ..errors import RequestError, counted
 from ..files import shown, understanding
-from ..launchers import table as launchers
 from ..runs import folders
 from ..screen import Screen
 from . import output
-from .variants import Job, crowded, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
 
 _USAGE = """\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -65,10 +63,10 @@ def main(given: list[str]) -> int:
     if job.is_weak and job.is_script:
         raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
     within = networks.links("--within", asked.get("--within", "PCIe4"))
-    # Of a run that is the network: how many ranks it had, and how long its steps took.
+    # If a run describes the network: its ranks and step times.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
     between = within if ranks else networks.links("--network", network)
-    per_node = _per_node(asked.get("--per-node"), is_cpu=base.parallel.accelerator == "cpu")
+    per_node = _per_node(asked.get("--per-node"), gpus(base))
     folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
     screen = Screen(stderr=True)
     crowded(screen)
@@ -111,7 +109,7 @@ def main(given: list[str]) -> int:
 
 
 def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
-    """Return the ranks of a run of this job, and its logged step times; raises `RequestError` for another job."""
+    """Return a run's ranks and its logged step times. Raises `RequestError` for another job."""
     run, base = records.load(folder), job.config()
     with understanding(folder):
         ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
@@ -127,7 +125,7 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
 
 
 def _devices(text: str) -> list[int]:
-    """Return the numbers of devices, one device among them."""
+    """Return the numbers of devices, always with one device."""
     found: set[int] = set()
     if match := re.fullmatch(r"(\d+):(\d+)", text):
         low, high = map(int, match.groups())
@@ -140,8 +138,7 @@ def _devices(text: str) -> list[int]:
     return sorted({1, *found})
 
 
-def _per_node(text: str | None, *, is_cpu: bool) -> int:
-    gpus = 0 if is_cpu else len(hardware.survey(launchers.visible_gpus()).gpus)
+def _per_node(text: str | None, gpus: int) -> int:
     asked = whole_number("--per-node", text) or max(1, gpus)
     if asked > 1 and not gpus:
         raise RequestError(f"--per-node {text}: there is no GPU here, and a device is a whole machine; leave it out.")

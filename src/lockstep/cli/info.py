@@ -1,4 +1,4 @@
-"""`lockstep info`: what this installation and this machine have. Imports no torch."""
+"""`lockstep info`: facts on this installation and machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ strategies and launchers there are.
 
 
 def main(given: list[str]) -> int:
-    """Print what there is, and return the exit code."""
+    """Print the facts, and return the exit code."""
     if output.helped(given, _USAGE):
         return 0
     if given:
@@ -38,10 +38,10 @@ def main(given: list[str]) -> int:
         "memory": f"{found.memory_bytes / 2**30:.1f} GiB",
         "gpus": gpus + (f", driver {found.driver}" if found.driver else ""),
         "recipes": ", ".join(recipes()),
-        "models": ", ".join((*models.names(), "torchvision's classifiers", "module:attribute")),
-        "data sets": ", ".join((*sets.names(), "module:attribute")),
+        "models": ", ".join((*models.OURS, "torchvision's classifiers", "module:attribute")),
+        "data sets": ", ".join((*sets.DATA_SETS, "module:attribute")),
         **{f"strategy {name}": kind.phrase for name, kind in KINDS.items()},
-        "launchers": ", ".join(launchers.names()),
+        "launchers": ", ".join(launchers.LAUNCHERS),
     }
     with output.written():
         Screen().table(("lockstep", version_of("lockstep-torch") or "not installed"), rows.items(), texts=2)

@@ -1,4 +1,4 @@
-"""`lockstep VERB …`: finds the verb, prints an error as one sentence, and returns the exit code.
+"""`lockstep VERB …`: find the verb, print errors, return the exit code.
 
 Nothing here imports torch, so that help and refusals answer at once; a verb is a file beside this one.
 """
@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 
 from ..errors import LockstepError, RequestError, RunError, Stopped, unknown
+from ..monitor.output import survive
 from ..monitor.signals import OUTSIDE, heeded
 from ..printable import one_line, visible
 from ..screen import Screen
@@ -43,8 +44,8 @@ lockstep VERB --help shows a verb's flags. To start: lockstep train digits --str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
-    output.survive()
+    """Run the command; return its exit code. 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
+    survive()
     try:
         with heeded(signal.default_int_handler):  # SIGTERM and SIGHUP end as Ctrl-C does: with a sentence
             return _dispatch(sys.argv[1:] if arguments is None else arguments)
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lost_another(stop: BaseException) -> bool:
-    """Whether this rank was about to end already, since it had lost another one."""
+    """Return whether this rank was already ending because another was lost."""
     from ..monitor.failures import is_echo  # late: it knows the options, and so takes time
 
     error = stop.__context__

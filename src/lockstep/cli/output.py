@@ -1,9 +1,8 @@
-"""What the command prints, past a terminal that lacks a character, a full disk and a reader that has gone."""
+"""Command output that survives a full disk or a closed pipe."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,18 +10,11 @@ from collections.abc import Iterator, Sequence
 from ..errors import RunError
 
 
-def survive() -> None:
-    """Print a question mark for a character that the output cannot encode, such as × in plain ASCII."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """Flush what the block prints when it ends.
+    """Flush the block's output at its end.
 
-    Raises `RunError` where it cannot be written, such as on a full disk, BrokenPipeError where its reader has gone.
+    Raises `RunError` where that fails, such as on a full disk, BrokenPipeError where the reader is gone.
     """
     try:
         try:
@@ -37,7 +29,7 @@ def written() -> Iterator[None]:
 
 
 def helped(given: Sequence[str], usage: str) -> bool:
-    """Print `usage` where the words `given` to a verb begin with --help; return whether they do."""
+    """Print `usage` if the verb's words begin with --help. Returns whether they do."""
     asked = given[:1] in (["-h"], ["--help"])
     if asked:
         with written():
@@ -46,7 +38,7 @@ def helped(given: Sequence[str], usage: str) -> bool:
 
 
 def let_go() -> None:
-    """Drop what could not be written, which the interpreter would try again as it ends."""
+    """Drop unwritable output, which the interpreter would retry at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,4 +1,4 @@
-"""`lockstep run [flags] SCRIPT [its own flags]`: a script of the user's, on every rank."""
+"""`lockstep run [flags] SCRIPT [its own flags]`: a script on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .. import user_code
-from ..config.options import leaves
+from ..config.options import leaves, left_to_command
 from ..config.registry import KINDS, kind, per_device
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
@@ -28,10 +28,6 @@ those of lockstep train that a script does not decide on:
 With --output left out, the run's folder is runs/NAME by the script's name.
 """
 
-_SECTIONS = ("parallel", "checkpoint", "record")
-_KEYS = ("seed", "max-steps", "accumulate", "micro-batch", "precision", "deterministic", "verify-every", "ledger")
-"""Options, by section and one by one, that a script leaves to the command; it decides on all others itself."""
-
 
 def main(given: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
@@ -47,9 +43,9 @@ def main(given: list[str]) -> int:
 
 
 def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
-    """Return what flags, a script and its own flags ask for.
+    """Return the config and the script of a command line.
 
-    Raises `RequestError` for a script that is none, and for flags that the script decides on.
+    Raises `RequestError` for an invalid script, and for flags on which the script decides.
     """
     ours, rest = split(given)
     is_module = rest[:1] == ["-m"]
@@ -78,13 +74,13 @@ def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
 
 
 def names_script(given: list[str], switches: Collection[str] = ()) -> bool:
-    """Return whether a script (NAME.py, or -m MODULE) comes after the flags, and no recipe does."""
+    """Return whether a script follows the flags. NAME.py, or -m MODULE; else a recipe."""
     after = next(iter(split(given, switches)[1]), "")
     return after == "-m" or after.endswith(".py")
 
 
 def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the flags before the script, and the words from the script, or from -m, on.
+    """Split the words into flags and script. The script, or -m, begins the second part.
 
     `switches` are flags without a value beside those of a run.
     """
@@ -98,12 +94,11 @@ def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
 
 
 def _known() -> set[str]:
-    known = {leaf.key for leaf in leaves() if leaf.section in _SECTIONS or leaf.key in _KEYS}
-    return known - {flag for kind in KINDS.values() for flag in kind.options}
+    return left_to_command() - {flag for kind in KINDS.values() for flag in kind.options}
 
 
 def _check_script(name: str) -> None:
-    """Raise `RequestError` where there is no such script, or Python cannot read it."""
+    """Raise `RequestError` for a missing script, or invalid Python."""
     if not name:
         raise RequestError("lockstep run lacks the script to run, as in lockstep run --devices 2 train.py.")
     try:

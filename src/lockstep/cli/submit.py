@@ -1,8 +1,7 @@
-"""`lockstep submit slurm [its flags] RECIPE [flags]`: a run as a job of Slurm."""
+"""`lockstep submit slurm [its flags] RECIPE [flags]`: run as a Slurm job."""
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 import sys
@@ -12,8 +11,9 @@ from ..batching import BatchPlan
 from ..errors import RequestError, Stopped, choose
 from ..files import write_whole
 from ..launchers import submit
-from ..printable import told
+from ..monitor.output import say
 from ..runs import folders
+from ..verify import commands
 from . import flags, output, words
 from .train import preflight
 
@@ -56,7 +56,7 @@ def main(given: list[str]) -> int:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")
     config = flags.parse(rest, prog="lockstep submit slurm")
     preflight(config)
-    # What is asked for is checked as far as it can be here: on the cluster it would be refused after a long wait.
+    # The request is checked here as far as possible: the cluster would refuse it after a long wait.
     job = submit.lay_out({"--job-name": folders.default_name(config), **options}, sbatch, config)
     micro, accumulate = config.batch.micro_batch, config.batch.accumulate
     BatchPlan.solve(config.batch.size, job.ranks, micro_size=micro, accumulation=accumulate, devices=job.devices)
@@ -66,7 +66,7 @@ def main(given: list[str]) -> int:
             "--resume auto to continue a run."
         )
     if submit.is_unwarned(options):
-        _say(
+        say(
             f"--time {options['--time']}: no warning can come that early; at its limit the job just ends, and what its "
             f"last checkpoint lacks is lost: give {submit.WARNED_FROM_S // 60}:00 or more, or a --checkpoint-every "
             "that fits"
@@ -78,7 +78,7 @@ def main(given: list[str]) -> int:
         )
     folder, is_new = folders.reserve(config, make=not is_dry)
     try:
-        train = [sys.executable, "-P", "-m", "lockstep", "train", *flags.without(rest, _GIVEN)]
+        train = commands.python("lockstep", "train", *flags.without(rest, _GIVEN))
         script = submit.render(job, folder, train)
         if is_dry:
             with output.written():
@@ -97,24 +97,19 @@ def main(given: list[str]) -> int:
 
 def _followed(job: int, folder: Path) -> int:
     log = folder / f"slurm-{job}.out"
-    _say(f"submitted as job {job}; its log is {log}")
+    say(f"submitted as job {job}; its log is {log}")
     try:
-        code = submit.follow(job, log, _show, _say)
+        code = submit.follow(job, log, _show, say)
     except KeyboardInterrupt:
         raise Stopped(
             f"Job {job} goes on, no longer followed: tail -F {shlex.quote(str(log))} follows it again, and scancel "
             f"{job} ends it."
         ) from None
     if code:
-        _say(f"job {job} ended with exit code {code}; its log is {log}")
+        say(f"job {job} ended with exit code {code}; its log is {log}")
     return code
 
 
 def _show(more: bytes) -> None:
     with output.written():
         sys.stdout.buffer.write(more)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(told(line), end="", file=sys.stderr, flush=True)

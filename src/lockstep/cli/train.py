@@ -12,6 +12,7 @@ from ..config.schema import RunConfig
 from ..data import sets
 from ..errors import RequestError, choose
 from ..launchers import table as launchers
+from ..launchers.devices import drives_all
 from ..launchers.table import LaunchPlan
 from ..models import table as models
 from ..runs import folders
@@ -43,15 +44,17 @@ def main(given: list[str]) -> int:
 
 
 def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
-    """Return what will run; refuse what can be seen to be impossible, a batch that cannot be shared out included."""
+    """Return the launch plan and the batch plan. Refuses impossible requests, also a batch that cannot be split."""
     preflight(config)
     planned, batch = launchers.plan(config), config.batch
-    ranks, micro, accumulate = planned.least_ranks, batch.micro_batch, batch.accumulate
-    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate)
+    parallel, ranks = planned.config.parallel, planned.least_ranks
+    micro, accumulate = batch.micro_batch, batch.accumulate
+    devices = (parallel.devices or 1) if drives_all(parallel) else 1
+    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=devices)
 
 
 def preflight(config: RunConfig) -> None:
-    """Refuse what can be seen to be impossible before any process is started or torch is imported."""
+    """Refuse impossible requests early. No process is started, and torch is not imported."""
     choose("strategy", config.parallel.strategy, ["auto", *KINDS])
     models.preflight(config.model.name)
     sets.preflight(config.data)
@@ -59,7 +62,6 @@ def preflight(config: RunConfig) -> None:
 
 def entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
     """Train as one rank (*collective*)."""
-    output.survive()  # a rank is a process of its own, and the only one that imports torch
     if config.optim.step:
         from .. import task
 

@@ -1,4 +1,4 @@
-"""Shared by `compare` and `forecast`: the job, its flags and folder."""
+"""What `compare`, `forecast` and `verify` share: a job, its devices, its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped
 from ..files import shown, write_json
 from ..launchers.table import visible_gpus
+from ..record import checks
+from ..record.checks import Check
 from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
@@ -30,14 +32,14 @@ from . import flags, run, words
 from .train import check, preflight
 
 _BUSY, _LOOK_S = 0.15, 0.5
-"""The share of the processors from which on it is told that other programs use them, and how long that is looked at."""
+"""Warn above this CPU share of other programs; measure it for so many seconds."""
 
 
 class Job:
     """The job of all variants, as the words of a command."""
 
     def __init__(self, given: list[str], own: Mapping[str, type], *, prog: str) -> None:
-        """Take the words of the command `prog`, whose flags are `own`."""
+        """Parse the words of the command `prog`, whose flags are `own`."""
         switches = [name for name, kind in own.items() if kind is bool]
         self.is_script = run.names_script(given, switches)
         ours, self._script = run.split(given, switches) if self.is_script else (given, [])
@@ -54,7 +56,7 @@ class Job:
             raise RequestError(f"--scaling {scaling}: give strong (one global batch) or weak (one batch a device).")
 
     def config(self, more: Words = ()) -> RunConfig:
-        """Return the job's config with more flags; raises `RequestError`."""
+        """Return the job's config with more flags. Raises `RequestError`."""
         if self.is_script:
             return run.asked([*self.given, *more, *self._script], prog=self._prog)[0]
         config = flags.parse([*self.given, *more], prog=self._prog)
@@ -62,20 +64,20 @@ class Job:
         return config
 
     def check_value(self, key: str, value: str) -> None:
-        """Raise `RequestError` for a value that can never be one, whatever else is asked for."""
+        """Raise `RequestError` for a value that is invalid in any combination."""
         preflight(flags.parse([*grid.words(key, value)], prog=self._prog, base=RunConfig(), check=lambda *_: None))
 
     def command(self, cell: Cell, folder: Path) -> Words:
-        """Return the command to measure: it writes here, and evaluates nothing."""
+        """Return the command to measure. It writes to `folder`, and evaluates nothing."""
         never = () if self.is_script else ("--eval-every", str(10**9))
         return self._with(*cell.flags, "--output", str(folder), *never)
 
     def training(self, cell: Cell, folder: Path, seed: int) -> Words:
-        """Return the command of a whole training of the cell's."""
+        """Return the command of one whole training of a cell."""
         return self._with(*cell.flags, "--output", str(folder), "--seed", str(seed), "--resume", "auto")
 
     def shown(self, flags: Sequence[str] = ()) -> list[str]:
-        """Return the command as a person would give it, with more flags."""
+        """Return the command as on a terminal, with more flags."""
         return ["lockstep", *self._with(*flags)]
 
     def _with(self, *more: str) -> Words:
@@ -84,8 +86,8 @@ class Job:
     def folder(self, kind: str, plan: Mapping[str, Any]) -> Path:
         """Return the folder of this comparison or forecast (`kind`).
 
-        It may hold a part already. Raises `RequestError` where it holds another `plan`, measurements of another
-        machine, or something else.
+        It may hold a part already. Raises `RequestError` for one with another `plan`, measurements of another machine,
+        or other files.
         """
         asked = self.asked.get("--output")
         path = Path(asked) if asked else folders.fresh(f"{folders.default_name(self.config())}-{kind}")
@@ -105,7 +107,7 @@ class Job:
 
 @contextlib.contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Say how to go on where the block is stopped, or cannot write."""
+    """Turn stops and write failures of the block into errors with advice."""
     try:
         yield
     except (KeyboardInterrupt, Stopped):
@@ -117,7 +119,7 @@ def kept_in(folder: Path) -> Iterator[None]:
 
 
 def crowded(screen: Screen) -> str:
-    """Warn of other programs that use the processors now; return the warning, "" where they use little."""
+    """Warn of other programs' current CPU load. Returns the warning, "" for a low load."""
     share = psutil.cpu_percent(_LOOK_S) / 100
     if share < _BUSY:
         return ""
@@ -130,27 +132,58 @@ def crowded(screen: Screen) -> str:
 
 
 def whole_number(name: str, text: str | None) -> int | None:
-    """Return the number; raises `RequestError` unless it is whole and positive."""
+    """Return the number. Raises `RequestError` unless it is whole and positive."""
     if text is not None and not (text.isdecimal() and int(text)):
         raise RequestError(f"{name} {text}: give a whole number of 1 or more.")
     return None if text is None else int(text)
 
 
+def gpus(config: RunConfig) -> int:
+    """Return the number of GPUs that the config may use here."""
+    return 0 if config.parallel.accelerator == "cpu" else len(hardware.gpus(visible_gpus()))
+
+
+def several(config: RunConfig) -> int:
+    """Return the devices asked for. Default: all GPUs, else two processes.
+
+    Raises `RequestError` where that leaves nothing to compare with one.
+    """
+    asked = config.parallel
+    count = asked.devices or len(asked.gpu_indices) or gpus(config) or 2
+    if count < 2:
+        raise RequestError(
+            f"{f'--devices {asked.devices}' if asked.devices else 'One GPU'} leaves nothing to compare: give --devices "
+            "2 or more, with --accelerator cpu where there are not as many GPUs."
+        )
+    return count
+
+
+def unwritten(folder: Path, found: Iterable[Check]) -> str:
+    """Add the checks to the folder's files. Return why that failed, else ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checks.add(folder, found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # not writable, or not what we have written
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return f"{checks.SHEET} and {checks.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
+    return ""
+
+
 def machine() -> str:
-    """Return this machine's processors and GPUs in words."""
+    """Return this machine's processors and GPUs as text."""
     facts = hardware.survey(visible_gpus())
     gpus = Counter(gpu.name for gpu in facts.gpus)
     return ", ".join([f"{facts.cpus} × {facts.cpu_name}", *(f"{count} × {name}" for name, count in gpus.items())])
 
 
 def made() -> str:
-    """Return when a report was made, and by which command."""
+    """Return a report's date and the command that made it."""
     return f"Made {time.strftime('%Y-%m-%d %H:%M')} by: {shlex.join(['lockstep', *sys.argv[1:]])}"
 
 
 @contextlib.contextmanager
 def telling(screen: Screen) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress: in one line of a terminal."""
+    """Yield a function that shows progress; one line on a terminal."""
     if screen.is_terminal:
         with screen.status("") as status:
             yield lambda phrase: status.update(line(phrase))

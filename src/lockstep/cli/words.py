@@ -1,4 +1,4 @@
-"""The flags that a verb has for itself; those of a run are options of a config, which `flags.parse` reads."""
+"""Parse a verb's own flags. `flags.parse` reads those of a run's config."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..errors import RequestError
 
 
 def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the flags `own` (name → bool, float, str, or list for all of several), and the other words.
+    """Return the values of the flags `own`, and the other words. Types are bool, float, str; list for several.
 
-    Raises `RequestError` for a flag without its value, or one that is none.
+    Raises `RequestError` for a flag without its value, or with an invalid one.
     """
     values: dict[str, Any] = {}
     rest: list[str] = []
@@ -36,7 +36,7 @@ def take(given: list[str], own: Mapping[str, type]) -> tuple[dict[str, Any], lis
 
 
 def _number(name: str, text: str) -> float:
-    """Return the number that `text` is. Raises `RequestError` where it is none, negative or not finite."""
+    """Return the number in `text`. Raises `RequestError` for none, a negative or an infinite one."""
     try:
         number = float(text)
     except ValueError:

@@ -1,11 +1,11 @@
 """Variants of one job, measured side by side; forecasts for more devices.
 
-grid       the variants that were asked for, and those that cannot be
-measured   one of them in a rank, watched: what its steps cost, and where their time goes (clock)
-trials     one of them as a command in a folder, which keeps what became of it
-race       several that live at the same time, and run by turns
+grid       the variants that were asked for, and those that cannot run
+measured   steps of a job in a rank: their cost, and its parts (clock)
+trials     one variant as a command in a folder, which keeps the result
+race       several variants, alive at the same time, that run by turns
 rounds     a comparison: trials, races until the ratios are known well enough (numbers), whole trainings
-records    what a run's folder tells, and runs that were made before
-rows       the table that comes of it; answer, the recommendation in words; report, what is written (tables, charts)
-forecast   what more devices would bring: timeline (one step), networks (links)
+records    readers of run folders, and of former runs
+rows       the table of results; answer, the recommendation in words; report, the files (tables, charts)
+forecast   step times on more devices: timeline (one step), networks (links)
 """

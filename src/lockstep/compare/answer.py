@@ -17,9 +17,9 @@ _LIMITS = {
     "optimizer": ("the optimizer's own step", _LARGER),
     "rest": ("what a step costs besides the model", _LARGER),
 }
-_WIDE = 0.15  # half of a ratio's interval, relative to it, from which on a larger budget is advised
+_WIDE = 0.15  # half of a ratio's interval, relative to the ratio, above which a larger budget is advised
 _FULL = 0.4
-"""Of the rate of large matrix products, from which on arithmetic limits a net; public nets reach 0.2 to 0.45."""
+"""Share of the rate of large matrix products above which arithmetic limits a net; public nets reach 0.2 to 0.45."""
 
 
 def sentences(

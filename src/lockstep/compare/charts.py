@@ -1,4 +1,4 @@
-"""Bar and line charts as SVG, in the colours of the page around.
+"""Bar and line charts as SVG, in the page's colours.
 
 Sizes are in units of the drawing, which scales to the available width.
 """
@@ -25,7 +25,7 @@ STYLE = (
 
 
 class Bar(NamedTuple):
-    """A bar of several parts, with the interval of their sum where known."""
+    """A bar of several parts, with their sum's interval where known."""
 
     name: str
     parts: Mapping[str, float]
@@ -33,7 +33,7 @@ class Bar(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Of all parts."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 def bars(title: str, given: Sequence[Bar], unit: str) -> str:
-    """Return a chart of horizontal bars, one colour a part; "" without bars."""
+    """Return a chart of horizontal bars, one colour per part. "" without bars."""
     given = [bar for bar in given if bar.length > 0]
     kinds = list(dict.fromkeys(kind for bar in given for kind in bar.parts))
     drawn, top = _key(kinds) if len(kinds) > 1 else ([], 0)
@@ -72,8 +72,8 @@ def bars(title: str, given: Sequence[Bar], unit: str) -> str:
 
 def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal: bool = False) -> str:
     """Return a chart of the finite points of lines; "" without any. `ideal` adds y = x."""
-    thin = [Line(name, points[:: max(1, len(points) // _POINTS)]) for name, points in given]
-    finite = [Line(name, [each for each in points if all(map(math.isfinite, each))]) for name, points in thin]
+    finite = [Line(name, [each for each in points if all(map(math.isfinite, each))]) for name, points in given]
+    finite = [Line(name, [*points[: -1 : max(1, len(points) // _POINTS)], *points[-1:]]) for name, points in finite]
     finite = [line for line in finite if line.points]
     if not finite:
         return ""
@@ -110,7 +110,7 @@ def lines(title: str, given: Sequence[Line], x_unit: str, y_unit: str, *, ideal:
 
 
 def _ticks(low: float, span: float) -> list[tuple[float, str]]:
-    """Return two to six round values, and their texts: 1, 2, 2.5 or 5 × a power of ten apart."""
+    """Return two to six round values, and their texts. 1, 2, 2.5 or 5 × a power of ten apart."""
     power = 10.0 ** math.floor(math.log10(span / 5))
     step = next(power * each for each in (1, 2, 2.5, 5, 10) if span / (power * each) < 5.01)
     numbers = range(math.ceil(low / step - 1e-9), math.floor((low + span) / step + 1e-9) + 1)

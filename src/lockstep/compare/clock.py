@@ -1,4 +1,4 @@
-"""Seconds of steps and of phases in them, by the device's own clock."""
+"""Measure seconds of steps and their phases, by the device's clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all steps, and begin one now."""
+        """Drop all steps, and begin one now."""
         self._steps: list[list[tuple[Any, Any]]] = []
         self.go_on()
 
@@ -45,19 +45,19 @@ class Clock:
 
     @property
     def step_s(self) -> list[float]:
-        """Seconds of each step that is over."""
+        """Seconds of each completed step."""
         return [sum(seconds for _, seconds in step) for step in self._read()]
 
     @property
     def phase_s(self) -> dict[Any, float]:
-        """Seconds of each label in all steps that are over."""
+        """Seconds of each label in all completed steps."""
         found: defaultdict[Any, float] = defaultdict(float)
         for label, seconds in itertools.chain(*self._read()):
             found[label] += seconds
         return {**found}
 
     def profile(self) -> dict[str, Any]:
-        """Return a step's labels ("points") and the "seconds" between: (steps, points + 1).
+        """Return a step's labels ("points") and the "seconds" between them. Shape (steps, points + 1).
 
         Steps with other labels than most are left out.
         """
@@ -92,9 +92,9 @@ class Clock:
 
 
 def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> None:
-    """Have the clock mark where a step meets exchanges between ranks.
+    """Have the clock mark a step's exchanges between ranks.
 
-    A mark is (kind, bytes that a rank gives to the exchange, a number that tells parameters apart).
+    A mark is (kind, bytes that a rank gives to the exchange, the parameter's number).
     """
     from torch import nn
 
@@ -113,7 +113,7 @@ def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -
             kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
             output.register_hook(marking(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
-    held = nn.ModuleList(models)  # so that what models share is seen once
+    held = nn.ModuleList(models)  # a parameter that models share counts once
     for module in held.modules():
         if isinstance(module, SyncBatchNorm):
             module.register_forward_pre_hook(before_norm)

@@ -1,8 +1,8 @@
-"""Forecast step times on N devices from one rank's share and a described cluster (docs/forecast.md).
+"""Forecast step times on N devices from one rank's share. The cluster is described (docs/forecast.md).
 
 Shares are measured alone, each in two processes of its own (`measured.measure_share`), and interpolated; `timeline`
-says what N such ranks come to. The error bar holds a step's time with 90 %: how much a process's steps differ from the
-next one's, and how good the links are, taken together as independent errors are.
+computes the step of N such ranks. The error bar holds a step's time with 90 %: the differences between processes, and
+the uncertainty of the links, combined as independent errors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import RequestError, RunError
 from ..files import write_json, write_whole
+from ..verify import commands
 from . import charts, networks, numbers, records, tables, timeline, trials
 from .grid import Words
 from .networks import Links
@@ -30,10 +31,10 @@ from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
 _PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
-_APART = 1.5  # times as long as in another process, from which on a step's time is doubted
-_FACTORS = (1e-4, 1e4)  # by which a link may be another than the one that it is fitted from
+_APART = 1.5  # ratio of step times between processes above which they are doubted
+_FACTORS = (1e-4, 1e4)  # limits of the factor between a fitted link and its base
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
-"""What keeps N devices from being N times as fast."""
+"""Causes of a speed-up below N on N devices."""
 JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 
@@ -47,7 +48,7 @@ class Share(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The job, whatever the devices; None for what nothing tells."""
+    """The job, independent of devices; None for unknown numbers."""
 
     batch: int
     steps_per_epoch: int | None
@@ -68,7 +69,7 @@ class Cluster(NamedTuple):
     is_weak: bool = False
 
     def network(self, quality: int, *, has_trees: bool) -> Network:
-        """Return the network at worst (0), in the middle (1), at best (2)."""
+        """Return the network: worst (0), middle (1) or best (2)."""
         between, within = self.between[quality], self.within[quality]
         return Network(between=between, within=within, per_node=self.per_node, has_trees=has_trees)
 
@@ -90,12 +91,12 @@ class Forecast(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """The speed-up, by the devices."""
+        """The speed-up, divided by the number of devices."""
         return self.speed_up.middle / self.devices
 
     @property
     def limit(self) -> str:
-        """What costs most; "" where nothing costs much."""
+        """The largest loss; "" where all are small."""
         name, seconds = max(self.losses_s.items(), key=lambda each: each[1], default=("", 0.0))
         return name if seconds > 0.02 * self.step_s.middle else ""
 
@@ -118,7 +119,7 @@ COLUMNS = (
 def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[int]:
     """Choose the numbers of devices to measure: one, and four others evenly.
 
-    Of numbers that give shares of one size of the global `batch`, one is enough.
+    Of numbers with shares of one size of the global `batch`, one is enough.
     """
     if is_weak:
         return [1, 2] if max(devices) > 1 else [1]
@@ -165,10 +166,11 @@ def measure(
 def gloo(folder: Path) -> Links:
     """Measure gloo between two ranks of this machine, once for each folder."""
     paths = [folder / f"gloo-{number}.json" for number in (1, 2)]
-    words = ("doctor", "--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
+    words = ("--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
+    command = commands.python("lockstep", "doctor", *words)
     for path in paths:
         if not path.exists():
-            done = subprocess.run(trials.command(*words), capture_output=True, check=False, stdin=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
             if not done.stdout:
                 raise RunError(
                     f"lockstep doctor --devices 2 has failed: {done.stderr.decode(errors='replace').strip()}"
@@ -178,7 +180,7 @@ def gloo(folder: Path) -> Links:
 
 
 def doubt(shares: Sequence[Share]) -> str:
-    """Return why the shares' times are to be doubted; "" where processes agree."""
+    """Return a doubt about the shares' times; "" where processes agree."""
     apart = max(max(each.process_s) / min(each.process_s) for each in shares)
     told = f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in"
     advice = "the way; error bars are as wide: measure again with another --output."
@@ -186,7 +188,7 @@ def doubt(shares: Sequence[Share]) -> str:
 
 
 def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
-    """Merge what several processes measured of one share.
+    """Merge several processes' measurements of one share.
 
     Raises `RunError` where their steps differ.
     """
@@ -195,7 +197,7 @@ def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
     if any(other != points for other, _ in merged):
         raise RunError("The job's steps are not the same from one process to the next: there is no step to forecast.")
     means = tuple(statistics.fmean(each["step_s"]) for each in told)
-    # Noting the points takes time of its own: what a step lasts is known from those before.
+    # Recording the points takes time: a step's duration is known from the steps before.
     seconds = [found * (mean_s / found.sum(1).mean()) for (_, found), mean_s in zip(merged, means, strict=True)]
     memory_bytes = max(peak["device"] or peak["host"] for peak in (each["peak_memory_bytes"] for each in told))
     samples, overlaps = math.ceil(batch / ranks), told[0]["overlaps"]
@@ -215,10 +217,10 @@ def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
 
 
 def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees: bool) -> Links:
-    """Fit the links between nodes to the step times of a recorded run.
+    """Fit the links between nodes to a recorded run's step times.
 
-    The run had the share's ranks. The middle by the median of `step_s`, the ends by those that 5 % are beyond. Raises
-    `RequestError` where it was faster than its computation alone is here.
+    The run had the share's ranks. The middle link fits the median of `step_s`, the others its 95 % and 5 % quantiles.
+    Raises `RequestError` where the run was faster than its computation alone is here.
     """
     alone_s, middle_s = timeline.step_s(share.profile, share.ranks, FREE), statistics.median(step_s)
     if middle_s <= alone_s:

@@ -31,7 +31,7 @@ class Cell:
     why_not: str = ""
 
     def is_alone_of(self, other: Cell) -> bool:
-        """Whether this is, but for the strategy, the other one on one device."""
+        """Return whether this is `other` on one device. The strategy may differ."""
         mine, theirs = (each.options.items() for each in (self, other))
         differ = {key for key, _ in mine ^ theirs}
         if self.config is None or not differ <= {"strategy", "devices"}:
@@ -91,7 +91,7 @@ def words(key: str, value: str) -> Words:
 
 def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak: bool) -> Cell:
     flags = tuple(itertools.chain(*itertools.starmap(words, options.items())))
-    lone = len(options) == 1  # a number by itself does not tell what it is of
+    lone = len(options) == 1  # a number alone does not name its option
     name = "-".join(
         f"{key}-{value}" if value in _SWITCHES or (lone and _NUMBER.fullmatch(value)) else value
         for key, value in options.items()
@@ -111,7 +111,7 @@ def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak:
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Raise `RequestError` where the devices and the strategy do not go together."""
+    """Raise `RequestError` where devices and strategy do not fit."""
     devices, strategy = config.parallel.devices, config.parallel.strategy
     if (kind := KINDS.get(strategy)) is None:
         return  # auto: the job itself finds out which devices there are
@@ -127,7 +127,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def usual(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what is varied by default on this machine.
+    """Return the options to vary by default on this machine.
 
     `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
     precision that was asked for is the only one.

@@ -1,7 +1,7 @@
 """Measure some steps of a job in its ranks, then end it.
 
-After a warm-up come steps that are timed, and then, where ranks exchange gradients, some that exchange none: what they
-are faster by is the communication that no computation hides. Nothing is evaluated or saved.
+After a warm-up come timed steps, and then, where ranks exchange gradients, some without exchange: the time that these
+save is the communication that no computation hides. Nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ Course = Callable[["Watcher"], Generator[None, Any, None]]
 def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profiled: bool = False) -> None:
     """Measure steps of a job; write the costs to its folder (*collective*).
 
-    So many `steps` are timed; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of
-    each exchange is noted, and none without exchange. Raises what the job does, and `RunError` where it ends early.
+    Times `steps` steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of each
+    exchange is recorded, and none without exchange. Raises what the job does, and `RunError` where the job ends early.
     """
     _watch(job, config, Watcher(world, partial(_probed, steps=steps, is_profiled=is_profiled)))
 
 
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
-    """Measure one rank alone as the first of `ranks`; raises as `measure` does.
+    """Measure one rank alone as the first of `ranks`. Raises as `measure` does.
 
-    It computes that rank's share, by the code that runs on several; nothing is exchanged.
+    Computes that rank's share, by the code that runs on several; nothing is exchanged.
     """
     topology = dataclasses.replace(world.topology, size=ranks)
     alone = dataclasses.replace(world, topology=topology, group=None, memory=None)
@@ -64,7 +64,7 @@ def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None
 
 
 def race(job: Job, address: str, config: RunConfig, world: World) -> None:
-    """Run turns of steps on command from a Unix socket, until it closes."""
+    """Run turns of steps on command, from a Unix socket. Ends when that closes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         try:
@@ -74,31 +74,31 @@ def race(job: Job, address: str, config: RunConfig, world: World) -> None:
 
 
 class Watcher:
-    """Hears of a job's course (a `progress.Listener`), and has its clock."""
+    """Receives a job's progress (a `progress.Listener`), and has its clock."""
 
     exchanges = True
     is_endless = True
     marks_phases = True
 
     def __init__(self, world: World, course: Course | None = None) -> None:
-        """Go on with the `course` of this watcher at the end of each step; without one, watch as long as it lasts."""
+        """Advance `course` of this watcher at the end of each step. Without one, watch until the job ends."""
         self.world, self.made, self.clock = world, 0, Clock(on_gpu=world.device.type == "cuda")
         self._course = _pass(sys.maxsize) if course is None else course(self)
         next(self._course)
 
     def ended_phase(self, phase: str) -> None:
-        """Note that a phase is over."""
+        """Mark the end of a phase."""
         if self.marks_phases:
             self.clock.mark(phase)
 
     def ended_step(self, loop: Loop) -> None:
-        """Note that a step is over (*collective*)."""
+        """Mark the end of a step (*collective*)."""
         self.made += 1
-        self.clock.end_step(self.world.pulse.phase)
+        self.clock.end_step(self.world.progress.phase)
         self._course.send(loop)
 
     def resumed(self) -> None:
-        """Note that steps begin again."""
+        """Mark that steps begin again."""
         self.clock.go_on()
 
 
@@ -107,16 +107,16 @@ class _EnoughError(BaseException):
 
 
 def _watch(job: Job, config: RunConfig, watcher: Watcher) -> None:
-    """Run the job until the watcher has seen enough."""
+    """Run the job until the watcher ends it. Raises `RunError` where the job ends first."""
     world = watcher.world
-    world.pulse.listener = watcher
+    world.progress.listener = watcher
     try:
         with _schedules_without_end():
             job(config, world)
     except _EnoughError:
         return
     finally:
-        world.pulse.listener = None
+        world.progress.listener = None
     raise RunError(
         f"The job has ended after {watcher.made} steps, before enough were measured: give it more epochs, and train "
         "through lockstep.session()."
@@ -124,7 +124,7 @@ def _watch(job: Job, config: RunConfig, watcher: Watcher) -> None:
 
 
 def _schedules_without_end() -> contextlib.AbstractContextManager[Any]:
-    """Let OneCycleLR keep its last rate past its end, as other schedules do."""
+    """Let OneCycleLR keep its last rate past its end. Other schedules do so."""
     from unittest import mock  # which the command would wait for
 
     from torch.optim.lr_scheduler import OneCycleLR
@@ -139,7 +139,7 @@ def _schedules_without_end() -> contextlib.AbstractContextManager[Any]:
 
 
 def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[None, Loop, None]:
-    """Time steps after a warm-up, and then those without exchange, or with its places; write what they cost."""
+    """Time steps after a warm-up; write their costs. Then steps without exchange, or with its places."""
     world, clock = watcher.world, watcher.clock
     loop = yield
     found: dict[str, Any] = {"first_step_time": time.time()}
@@ -163,7 +163,7 @@ def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[Non
         found["profile"] = clock.profile()
     else:
         loop.confirm()
-        found["proof"] = loop.proofs.checks()
+        found["proof"] = loop.checks.outcomes()
         if world.size > 1:
             watcher.exchanges = False
             world.barrier()
@@ -191,7 +191,7 @@ def _used(world: World, loop: Loop) -> tuple[float, float]:
 
 
 def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
-    """Return the costs of the timed steps, before which `_used` was `begun`, over all ranks (*collective*)."""
+    """Return the timed steps' costs over all ranks (*collective*). `_used` was `begun` before them."""
     import torch
 
     world, telemetry, step_s = watcher.world, loop.meter.telemetry, watcher.clock.step_s
@@ -210,7 +210,7 @@ def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dic
         "phase_s": {phase: each / len(step_s) for phase, each in watcher.clock.phase_s.items()},
         "busy_processors": cpu_s / sum(step_s),
         "busy_gpus": gpus_busy or None,
-        "joules_a_step": joules / len(step_s) if joules > 0 else None,  # a counter that ran over tells nothing
+        "joules_a_step": joules / len(step_s) if joules > 0 else None,  # a counter that overflowed has no meaning
         "peak_memory_bytes": {"host": host, "device": device or None},
         "flops_a_step": flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
@@ -221,7 +221,7 @@ def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dic
 def _raced(watcher: Watcher, connection: socket.socket) -> Generator[None, Loop, None]:
     """Run turns of steps; all ranks wait at the same step.
 
-    Its data workers are stopped while it waits: they would fill their queue meanwhile, at the cost of others' turns.
+    Data workers are stopped during the wait: else they would fill their queue, at the cost of others' turns.
     """
     watcher.marks_phases = False
     lines = connection.makefile("rw", encoding="ascii", newline="\n")
@@ -230,7 +230,7 @@ def _raced(watcher: Watcher, connection: socket.socket) -> Generator[None, Loop,
     told = f"{world.rank} {world.size}"
     while True:
         _signal_workers(signal.SIGSTOP)
-        with world.pulse.during(""):  # others' turns are no stall
+        with world.progress.during(""):  # others' turns are no stall
             lines.write(f"{told}\n")
             lines.flush()
             steps = int(lines.readline() or 0)
@@ -273,7 +273,7 @@ def _counted() -> Iterator[dict[str, int]]:
         def run(world: World, *given: Any) -> Any:
             before = counts["bytes"]
             found = exchange(world, *given)
-            counts["bytes"] = before + sum(map(size_bytes, given))  # whatever it has called for that
+            counts["bytes"] = before + sum(map(size_bytes, given))  # nested calls count once
             return found
 
         return run

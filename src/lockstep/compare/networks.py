@@ -1,8 +1,8 @@
 """Links between devices: presets, described in words, or measured by `lockstep doctor`.
 
-A preset is a link's rate one way as its standard gives it, and the time of a small message between two programs. Of the
-rate, all-reduces reach a part, which differs from machine to machine (NVIDIA's nccl-tests and `lockstep doctor` tell
-it): between `_REACHED`'s ends, which the error bars hold.
+A preset is a link's rate one way by its standard, and the time of a small message between two programs. All-reduces
+reach a part of the rate, which differs between machines (NVIDIA's nccl-tests and `lockstep doctor` measure it): between
+`_REACHED`'s ends, which the error bars hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REACHED = (0.5, 0.7, 0.9)  # the part of the rate: pessimistic, typical, optimi
 
 
 class Links(NamedTuple):
-    """A link as it is at worst, in the middle, and at best."""
+    """A link at worst, in the middle, and at best."""
 
     worst: Link
     middle: Link
@@ -76,7 +76,7 @@ def links(flag: str, text: str) -> Links:
 
 
 def examined(paths: Sequence[Path]) -> Links:
-    """Return the link of files of `lockstep doctor --json`; raises as `measured` does."""
+    """Return the link of files of `lockstep doctor --json`. Raises as `measured` does."""
     told = []
     for path in paths:
         with understanding(path):
@@ -85,7 +85,7 @@ def examined(paths: Sequence[Path]) -> Links:
 
 
 def exchanges(told: dict[str, Any]) -> Link:
-    """Read a link from the output of `lockstep doctor --json`; one without points where it has no all-reduce.
+    """Read a link from the output of `lockstep doctor --json`. Without points where it has no all-reduce.
 
     A ring of N has made 2 (N - 1) messages of an N-th part, one after another; of an all-gather, N - 1 whole ones.
     """
@@ -104,10 +104,10 @@ def exchanges(told: dict[str, Any]) -> Link:
 
 
 def measured(told: Sequence[Link]) -> Links:
-    """Return the link that was measured once or more.
+    """Return the link of one or more measurements.
 
-    How much one time differs from the next is the link's uncertainty; of once, nothing is known of it. Raises
-    `RequestError` where nothing was measured.
+    Its uncertainty is the variation between times; of one measurement, nothing is known of it. Raises `RequestError`
+    for no measurement.
     """
     times_s = [dict(each.points) for each in told]
     sizes = sorted(set.intersection(*map(set, times_s)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.98
-"""That an interval holds its number. So sure, a comparison that is done again comes to lie in it 9 times in 10."""
+"""Confidence that an interval holds its number. At this level, a repeated comparison lies in it 9 times in 10."""
 
 
 class Interval(NamedTuple):
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2 / self.middle
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in it."""
+        """Return whether the value lies in the interval."""
         return self.low <= value <= self.high
 
     def times(self, factor: float) -> Interval:
@@ -52,8 +52,8 @@ def mean(values: Sequence[float]) -> Interval:
 def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
     """Return the geometric mean, with its interval, of grouped positive values.
 
-    What differs from group to group is a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the
-    groups' means are the sample.
+    Differences between groups are a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the groups'
+    means are the sample.
     """
     return Interval(*map(math.exp, mean([statistics.fmean(map(math.log, group)) for group in groups if group])))
 
@@ -66,9 +66,9 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def of_next(groups: Sequence[Sequence[float]]) -> float:
-    """Return how far, relative, one more value may be from its group's mean.
+    """Bound the relative deviation of a next value from its group's mean.
 
-    That is sure to 90 %. Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each
+    With 90 % confidence. Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each
     has a single value.
     """
     several = [[math.log(value) for value in group] for group in groups if len(group) > 1]

@@ -1,8 +1,8 @@
-"""A race: variants live at the same time and run turns of steps.
+"""A race: variants live simultaneously and run turns of steps.
 
-What slows the machine slows all of them. On a machine that others share, a second is not like the next: here one and
-the same loop's turns of a tenth of a second vary by a seventh, and so do those of half a second. Many short turns, A B
-C C B A, see the same machine, and a race has hundreds of them in the time that ten trials from the start would take.
+A slower machine slows all of them. On a shared machine, a second is not like the next: here one and the same loop's
+turns of a tenth of a second vary by a seventh, and so do those of half a second. Many short turns, A B C C B A, see the
+same machine, and a race has hundreds of them in the time that ten trials from the start would take.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import LockstepError, RunError
-from ..verify.commands import Running
+from ..verify.commands import Running, python
 from .grid import Words
-from .trials import command, reason
+from .trials import reason
 
 _LOOK_S = 0.2
-_TURN, _LEAST_TURN_S = 50.0, 60.0  # times what a turn should take, after which a variant hangs; and seconds, at least
+_TURN, _LEAST_TURN_S = 50.0, 60.0  # limit of a turn: a multiple of its expected time, and seconds at least
 
 
 class Entrant(NamedTuple):
@@ -36,10 +36,10 @@ class Entrant(NamedTuple):
 
 
 def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Run turns A B C, C B A, …; return steps a second, and failures.
+    """Run turns of all entrants; return steps per second, and failures.
 
-    Both are by variant. One that is not ready within `limit_s` is left out; one that fails later ends the race. None of
-    their processes outlives this call.
+    Turns go A B C, C B A, …; results are by variant. A variant not ready within `limit_s` is left out; one that fails
+    later ends the race. None of their processes outlives this call.
     """
     with contextlib.ExitStack() as stack:
         # Of this user alone, and short: a socket's path has at most 107 bytes.
@@ -64,11 +64,11 @@ class _Runner(contextlib.ExitStack):
         self._listener.bind(address)
         self._listener.listen()
         self._listener.settimeout(_LOOK_S)
-        words = command("compare", "raced", address, *entrant.words)
+        words = python("lockstep", "compare", "raced", address, *entrant.words)
         self._running = self.enter_context(Running(self.name, words, entrant.log))
 
     def attempt(self, action: Callable[[], None]) -> bool:
-        """Return whether the action succeeds; otherwise end the command, and keep why."""
+        """Return whether the action succeeds. After a failure, ends the command and keeps the reason."""
         try:
             action()
         except LockstepError as error:
@@ -77,7 +77,7 @@ class _Runner(contextlib.ExitStack):
         return not self.failed
 
     def meet(self, until_s: float) -> None:
-        """Return once all ranks have come to their first turn."""
+        """Wait until all ranks are ready for their first turn."""
         size = 1
         while len(self._ranks) < size:
             self._check(until_s)
@@ -88,16 +88,16 @@ class _Runner(contextlib.ExitStack):
                 self._ranks[rank] = connection
 
     def turn(self) -> None:
-        """Run some steps, and note their speed, by rank 0's clock."""
+        """Run some steps, and record their speed, by rank 0's clock."""
         steps, until_s = self._entrant.steps, time.monotonic() + max(_LEAST_TURN_S, _TURN * self._entrant.turn_s)
         for connection in self._ranks.values():
-            with contextlib.suppress(ConnectionError):  # its command has ended, and tells why
+            with contextlib.suppress(ConnectionError):  # its command has ended, and reports why
                 connection.sendall(f"{steps}\n".encode())
         took_s = {rank: float(self._hear(connection, until_s)) for rank, connection in self._ranks.items()}
         self.rates.append(steps / took_s[0])
 
     def _hear(self, connection: socket.socket, until_s: float) -> str:
-        """Return the rank's next line: it waits for its turn then."""
+        """Return the rank's next line, after which it waits for a turn."""
         line = b""
         while not line.endswith(b"\n"):
             self._check(until_s)
@@ -109,7 +109,7 @@ class _Runner(contextlib.ExitStack):
         return line.decode()
 
     def _check(self, until_s: float) -> None:
-        """Raise the error of a command that has ended, or that hangs."""
+        """Raise the error of a command that ended, or that hangs."""
         self._running.check()
         if time.monotonic() > until_s:
             raise RunError("it did not come to its next turn; its log in the race's folder may say why.")

@@ -25,7 +25,7 @@ _NUMBERS: dict[str, Callable[[Any], float]] = {
     **dict.fromkeys(("top1", "samples_per_s", "images_per_s", "step_p50_s", "step_p95_s"), float),
     "exit": int,
 }
-"""Of a summary.json, what tables show, by what makes numbers of it."""
+"""Fields of a summary.json that tables show, with their number types."""
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
 
@@ -51,12 +51,12 @@ class Record:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What was chosen for the run, such as its devices."""
+        """The run's chosen options, such as its devices."""
         return self.start.get("chosen") or {}
 
     @property
     def devices(self) -> int:
-        """The devices that the run has used."""
+        """The number of devices of the run."""
         return int(self.chosen.get("devices") or self.plan.get("ranks") or 1)
 
 
@@ -105,7 +105,7 @@ def training(folder: Path, target: float | None) -> dict[str, Any]:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Return the object in a file, empty without one; raises `RequestError`."""
+    """Return the object in a file, empty without one. Raises `RequestError`."""
     if not path.exists():
         return {}
     with understanding(path):
@@ -142,7 +142,7 @@ def reaching(folder: Path, target: float) -> Callable[[], bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder, as its files tell."""
+    """A run's folder, as read from its files."""
 
     name: str
     folder: Path
@@ -153,12 +153,12 @@ class Run:
 
     @functools.cached_property
     def record(self) -> Record:
-        """Its steps.jsonl. Raises `RequestError` where that is damaged."""
+        """The content of its steps.jsonl. Raises `RequestError` where that is damaged."""
         return record(self.folder)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over all its steps; older runs have counted images."""
+        """Over all its steps; older runs counted images."""
         rate: float | None = self.summary.get("samples_per_s") or self.summary.get("images_per_s")
         return rate
 
@@ -174,7 +174,7 @@ class Run:
             folders.check_free(self.folder)
         except RequestError:
             return "running"
-        except OSError:  # of somebody else's
+        except OSError:  # another user's
             return "unfinished"
         return "killed"
 
@@ -183,7 +183,7 @@ def below(folder: Path) -> list[Run]:
     """List the runs below `folder`, the newest last.
 
     They are at most two levels deep, or whole trainings of comparisons. A folder that is a run itself is the only one.
-    Runs of a comparison's races are left out, which end in their midst.
+    Runs of a comparison's races, which end midway, are left out.
     """
     if (folder / "manifest.json").exists():
         return [_listed(folder, folder.parent)]
@@ -206,7 +206,7 @@ def _listed(folder: Path, above: Path) -> Run:
 
 
 def load(folder: Path) -> Run:
-    """Return a run that has ended; raises `RequestError` for anything else."""
+    """Return a run that has ended. Raises `RequestError` for anything else."""
     if not folder.is_dir():
         raise RequestError(f"{shown(folder)} is not there; give the folder of a run that has ended.")
     for name in (SUMMARY, "config.toml", FILE):
@@ -225,7 +225,7 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return, for each run, the options that are not the same in all of its job; of several jobs, theirs first."""
+    """Return each run's options that vary within its job. Of several jobs, their differences first."""
     by_job: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         by_job.setdefault(job(run), []).append(run)
@@ -242,7 +242,7 @@ def _varied(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:
 
 
 def job(run: Run) -> tuple[str, ...]:
-    """Return what makes runs ways of one job."""
+    """Return the options that identify a run's job."""
     return tuple(repr(run.options.get(key)) for key in JOB)
 
 

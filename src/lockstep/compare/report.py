@@ -43,12 +43,12 @@ class Report:
 
     @property
     def whole(self) -> list[Row]:
-        """The rows that have numbers."""
+        """The rows with numbers."""
         return [row for row in self.rows if row.samples_per_s is not None]
 
     @property
     def covers(self) -> str:
-        """What the numbers cover."""
+        """The scope of the numbers."""
         return COVERS_PAST if self.is_past else COVERS
 
 
@@ -122,7 +122,7 @@ def write(report: Report, folder: Path) -> list[str]:
 
 
 def console(report: Report) -> list[tuple[list[str], list[list[str]]]]:
-    """Return the tables of a console: measurements, and whole trainings."""
+    """Return the console's tables: measurements, and whole trainings."""
     measured = [each for each in _COLUMNS if each.brief and each not in _TRAINED]
     kept = [[_VARIANT, *tables.filled(columns, report.whole)] for columns in (measured, _TRAINED)]
     return [([each.brief for each in columns], tables.cells(columns, report.whole)) for columns in kept if columns[1:]]
@@ -142,7 +142,7 @@ def _html(report: Report, columns: Sequence[Column], drawn: Mapping[str, str]) -
 
 
 def _differing(row: Row, first: Row) -> list[str]:
-    """Return the first row's flags, or of another row those that are not the first one's."""
+    """Return the row's flags that the first row lacks. Of the first row, all."""
     mine, its = ([*re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(each.flags))] for each in (row, first))
     return mine if row is first else [each for each in mine if each not in its]
 

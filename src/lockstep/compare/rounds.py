@@ -1,8 +1,8 @@
 """The course of a comparison: trials, races, whole trainings (docs/compare.md).
 
-Each race starts the variants anew, since what differs from start to start, such as where memory lies, is part of what
-an interval has to hold. Trainings go seed by seed, A B C, then C B A, so that a machine that becomes slower with time
-slows all variants alike.
+Each race starts the variants anew: differences between starts, such as memory placement, are part of what an interval
+has to hold. Trainings go seed by seed, A B C, then C B A, so that a machine that becomes slower with time slows all
+variants alike.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .records import Record
 from .trials import Trial
 
 _FEWEST = 4  # races before an interval may be called narrow
-_TURN_S, _TURNS = 0.1, (12, 400)  # what a turn should take, and how many there are in a race, at least and at most
+_TURN_S, _TURNS = 0.1, (12, 400)  # expected seconds of a turn; the least and the most turns of a race
 _LEAST_LIMIT_S, _START_S = 60.0, 300.0  # at least, for a trial, and for variants to come to their first turn
-_MEMORY = 0.7  # of what is free, that variants may hold at the same time
+_MEMORY = 0.7  # share of the free memory that variants may hold at the same time
 _TRIAL = "trial"
 _UNTRIED = Trial(told={}, seconds=0.0)
 Commands = Callable[[Cell, Path], Words]
@@ -40,7 +40,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Series:
-    """A variant's trial, races (steps a second by turn), and trainings by seed."""
+    """A variant's trial, races and trainings. Races are steps per second by turn, trainings by seed."""
 
     cell: Cell
     folder: Path = Path()
@@ -51,7 +51,7 @@ class Series:
 
     @property
     def failed(self) -> str:
-        """Why it is tried no more; "" while it is."""
+        """The reason to skip the variant; "" for none."""
         return self.cell.why_not or self.trial.failed or self.trouble
 
     @property
@@ -61,12 +61,12 @@ class Series:
 
     @property
     def start_s(self) -> float:
-        """Seconds from the start of its command to what may be timed."""
+        """Seconds from its command's start to the first step to time."""
         return (self.trial.to_first_step_s or 0.0) + 3 * self.step_s
 
     @property
     def turn_steps(self) -> int:
-        """How many steps of a turn are timed, after one that is not.
+        """The number of timed steps of a turn, after one untimed.
 
         An epoch's first and last steps cost other times than those between. Turns of as many steps as an epoch, or of a
         part of it, would always leave out the same ones.
@@ -88,7 +88,7 @@ class Series:
 
     @property
     def batch(self) -> int:
-        """Samples of a step, of all ranks; 1 where nothing tells them."""
+        """Samples of a step, over all ranks; 1 if unknown."""
         return int(self.record.plan.get("global_size", 1))
 
     @property
@@ -99,7 +99,7 @@ class Series:
         return (self.record.devices if batchnorm == "local" else 1), int(self.record.plan.get("accumulation", 1))
 
     def ratio(self, other: Series) -> Interval:
-        """Return how many times as many samples a second it has."""
+        """Return the ratio of samples per second to another variant's."""
         means = [[statistics.geometric_mean(race) for race in each.races] for each in (self, other)]
         steps = numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
         return steps.times(self.batch / other.batch)
@@ -107,7 +107,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """When races end: the budget (trials included) is used, or ratios are known."""
+    """When races end. The budget (trials included) is used, or ratios are known."""
 
     budget_s: float
     width: float  # half an interval, relative to its ratio, that is narrow enough
@@ -122,7 +122,7 @@ class Aim:
     to_accuracy: float | None = None
 
     def folder(self, series: Series, seed: int) -> Path:
-        """Return the folder of a training: one to another accuracy is another training."""
+        """Return a training's folder. Another target accuracy gives another folder."""
         until = "" if self.to_accuracy is None else f"-to-{self.to_accuracy!r}"
         return series.folder / f"seed-{seed}{until}"
 
@@ -148,9 +148,9 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
             f"{least_s:.0f} s at least; give {math.ceil(spent_s + _FEWEST * least_s)}s for {_FEWEST} races, and "
             f"--output {shown(folder)}, which keeps what was tried."
         )
-    # As long as it takes to start: more turns narrow what turns differ by, more races what starts do.
+    # As long as the starts take: more turns reduce the error from turns, more races that from starts.
     races_s = (plan.budget_s - spent_s) / _FEWEST
-    # One that is left alone is compared with nothing: its rate is told, and no more.
+    # A single remaining variant has no ratio: only its rate is reported.
     races_s = races_s if len(living) > 1 else 0.0
     turns = min(_TURNS[1], max(_TURNS[0], round(min(start_s, races_s - start_s) / turn_s)))
     number = 0
@@ -168,7 +168,7 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
 
 
 def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) -> list[Series]:
-    """Try each variant, and return those that work."""
+    """Try each variant; return the working ones."""
     able = [each for each in series if not each.failed]
     for number, each in enumerate(able, start=1):
         name, path, limit_s = each.cell.name, each.folder / _TRIAL, max(plan.budget_s / len(able), _LEAST_LIMIT_S)
@@ -191,10 +191,10 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
 
 
 def base_of(series: Sequence[Series]) -> Series:
-    """Return the variant that ratios are to.
+    """Return the base variant of all ratios.
 
-    It is the first on one device, else the first that is its model (replicas with batch statistics of their own are
-    not), else the first.
+    The first on one device, else the first that is its model (replicas with batch statistics of their own are not),
+    else the first.
     """
     alone = [each for each in series if each.record.devices == 1]
     whole = [each for each in series if each.batch_parts[0] == 1]
@@ -230,7 +230,7 @@ def _entrant(series: Series, command: Commands, folder: Path) -> race.Entrant:
 
 
 def _fit(living: Sequence[Series]) -> bool:
-    """Whether memory holds all variants at the same time."""
+    """Return whether memory holds all variants at the same time."""
     peaks = [(each.trial.told["peak_memory_bytes"], each.record.devices) for each in living]
     smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
     if sum((peak["device"] or 0) / devices for peak, devices in peaks) > _MEMORY * smallest:
@@ -249,15 +249,15 @@ def _widest(living: Sequence[Series]) -> float:
 
 
 def _safe(name: str) -> str:
-    """Return the name as one of a folder's."""
+    """Return the name as a folder name."""
     return "".join(each if each.isalnum() or each in "-_.+=" else "_" for each in name)
 
 
 def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], aim: Aim, tell: Tell) -> None:
     """Run the missing whole trainings, one after the other.
 
-    One that was begun goes on. `command` returns the words of a cell's command with this run's folder and seed. A
-    variant whose training fails is trained no more. Raises what `trials.once` does.
+    An interrupted one continues. `command` returns the words of a cell's command with this run's folder and seed. A
+    variant whose training fails is not trained further. Raises what `trials.once` does.
     """
     able, target = [each for each in found if not each.failed], aim.to_accuracy
     for number, seed in enumerate(aim.seeds):
@@ -281,7 +281,7 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
 
 
 def length(found: Sequence[Series], aim: Aim) -> str:
-    """Say how long the missing whole trainings take; "" without any."""
+    """Return the missing whole trainings' duration in words; "" for none."""
     left = [
         each for each in found for seed in aim.seeds if not each.failed and trials.done(aim.folder(each, seed)) is None
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.options import IDENTITY
+from ..monitor.progress import EXCHANGES
 from ..verify import curve
 from . import numbers, records, rounds
 from .grid import Cell
@@ -20,24 +21,23 @@ PARTS = ("data", "compute", "communication", "optimizer", "rest")
 """Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
 _COMPARED = 5  # first steps whose losses are compared: rounding that grows from step to step is no other model
 _FEWEST = 20  # steps of which a 95th percentile is told
-_EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
-_PART_OF |= dict.fromkeys(_EXCHANGES, "communication")
+_PART_OF |= dict.fromkeys(EXCHANGES, "communication")
 _AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The numbers of a variant or run, as docs/compare.md explains them.
+    """The numbers of a variant or run, explained in docs/compare.md.
 
-    What could not be measured is None; a `Spread` is over seeds.
+    Missing measurements are None; a `Spread` is over seeds.
     """
 
     name: str
     flags: tuple[str, ...]
     failed: str = ""
     series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
-    """What it was made of; empty of a run that has ended."""
+    """The variant's measurements; empty for a run that has ended."""
     record: Record = field(default_factory=Record)
     devices: int = 1
     ranks: int = 1
@@ -82,10 +82,10 @@ class Row:
 
 
 def of_series(found: Sequence[Series], *, tolerance: float | None = None, target: float | None = None) -> list[Row]:
-    """Return a row for each variant that was tried, in their order.
+    """Return a row for each tried variant, in their order.
 
     `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains;
-    `target` the accuracy to which they were trained.
+    `target` the accuracy that ends each training.
     """
     working = [each for each in found if each.races and not each.failed]
     rows = []
@@ -137,10 +137,10 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
         part = "compute" if phase == "" and "forward" not in phases else _PART_OF.get(phase, "rest")
         found[part] += seconds
     if unsynchronised := told.get("unsynchronised_step_s"):
-        # What a backward pass waits for inside, no phase tells. Steps that exchange no gradients are faster by that and
-        # by what the phases do tell of gradients: their exchanges, but for those that such steps have too.
+        # No phase shows waits within a backward pass. Steps that exchange no gradients are faster by those waits and by
+        # the phases of gradient exchanges: all exchange phases but those that such steps have too.
         hidden = step_s - sum(unsynchronised) / len(unsynchronised)
-        others = sum(seconds for phase, seconds in told["unsynchronised_phase_s"].items() if phase in _EXCHANGES)
+        others = sum(seconds for phase, seconds in told["unsynchronised_phase_s"].items() if phase in EXCHANGES)
         outside = min(max(hidden - (found["communication"] - others), 0.0), found["compute"])
         found["compute"] -= outside
         found["communication"] += outside
@@ -156,7 +156,7 @@ def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, 
     gap = max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
     configs = [each.cell.config for each in (ours, base)]
     precisions = {"" if config is None else config.precision.name for config in configs}
-    # What decides the model may vary too: then other losses are no fault.
+    # Options that define the model may vary too: then other losses are no fault.
     if gap is None or len(precisions) > 1 or not ours.cell.options.keys().isdisjoint(IDENTITY):
         return {"loss_gap": gap}
     if tolerance is None:
@@ -190,7 +190,7 @@ def _trained(series: Series, target: float | None) -> dict[str, Any]:
 def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Interval:
     """Return the mean difference of last evaluations, in `SECONDS` or `ACCURACY`.
 
-    It is over the seeds that both have or, with `reached`, for which both reached the accuracy.
+    Over the seeds of both or, with `reached`, those for which both reached the accuracy.
     """
     kind = "reached" if reached else "evals"
     mine, other = (
@@ -208,7 +208,7 @@ def accuracy_curve(row: Row) -> list[tuple[float, float]]:
 
 
 def of_runs(runs: Sequence[Run]) -> list[Row]:
-    """Return a row a run; speeds measured once have no interval."""
+    """Return one row per run. Speeds measured once have no interval."""
     rates = [(run.samples_per_s, run.record.devices) for run in runs if run.samples_per_s]
     base = next((rate for rate, devices in rates if devices == 1), rates[0][0] if rates else None)
     return [_of_run(run, runs[0], base) for run in runs]

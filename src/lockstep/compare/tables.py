@@ -42,22 +42,22 @@ class Column(NamedTuple):
 
 
 def gib(size_bytes: float) -> str:
-    """Return bytes as a cell shows them."""
+    """Return bytes as GiB, for a cell."""
     return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def brief(value: float) -> str:
-    """Return a number in three digits, or in whole ones from a thousand on."""
+    """Return a number in three digits. From 1,000 on, as a whole number."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def filled(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
-    """Return the columns in which any row has something."""
+    """Return the columns with a value in any row."""
     return [each for each in columns if any(map(each.shown, rows))]
 
 
 def cells(columns: Sequence[Column], rows: Sequence[Any]) -> list[list[str]]:
-    """Return what the rows show in these columns."""
+    """Return the rows' cells in these columns."""
     return [[column.shown(row) for column in columns] for row in rows]
 
 
@@ -69,7 +69,7 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
 
 
 def as_csv(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    """Return all columns as CSV, with numbers as they are."""
+    """Return all columns as CSV, with unformatted numbers."""
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
     out.writerow(head for column in columns for head in (column.head, *column.more))

@@ -1,8 +1,8 @@
 """The time of one step on several ranks.
 
 A measured step is a list of points: where BatchNorm exchanges its statistics, and where a gradient is ready. Between
-two points lies computation, of which there are as many samples as steps were measured. docs/forecast.md says how N
-ranks are laid out. Nothing in it is fitted to a measured step of several ranks.
+two points lies computation, with one sample per measured step. docs/forecast.md describes the layout of N ranks. No
+parameter is fitted to a measured step of several ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps of one rank, as they were measured, with `batch` samples each."""
+    """Measured steps of one rank, with `batch` samples each."""
 
     batch: int
     points: tuple[Point, ...]
@@ -50,7 +50,7 @@ class Profile:
         return sum(point.bytes for point in self.points)
 
     def scaled(self, factor: float, batch: int) -> Profile:
-        """Return it with all seconds times `factor`, as of another batch."""
+        """Return the profile with all seconds times `factor`, for another batch."""
         return replace(self, seconds=self.seconds * factor, batch=batch)
 
     @property
@@ -108,12 +108,12 @@ class Link:
         return Link(points, self.gather_s + other.gather_s, beside)
 
     def slower(self, factor: float) -> Link:
-        """Return one over which each message takes so many times as long."""
+        """Return a link whose messages take `factor` times as long."""
         points = tuple((size_bytes, taken * factor) for size_bytes, taken in self.points)
         return Link(points, self.gather_s * factor, self.beside)
 
     def instant(self) -> Link:
-        """Return it without latency."""
+        """Return the link without latency."""
         points = tuple((size_bytes, max(0.0, taken - self.latency_s)) for size_bytes, taken in self.points)
         return Link(points, beside=self.beside)
 
@@ -140,7 +140,7 @@ class Network:
         return min(ring_s, 2 * (hops_s + self._transfer_s(size_bytes, ranks)))
 
     def all_gather_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds to gather so many bytes of each rank, in a ring."""
+        """Return the seconds of an all-gather in a ring. `size_bytes` are each rank's."""
         return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self.outer(ranks).gather_s)
 
     def outer(self, ranks: int) -> Link:
@@ -148,7 +148,7 @@ class Network:
         return self.between if self._nodes(ranks) > 1 else self.within
 
     def instant(self) -> Network:
-        """Return the same without latency."""
+        """Return the network without latency."""
         return replace(self, between=self.between.instant(), within=self.within.instant())
 
     def _around_s(self, size_bytes: float, ranks: int) -> float:
@@ -162,7 +162,7 @@ class Network:
         return math.ceil(ranks / self.per_node)
 
     def _transfer_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds of so many bytes, without latency, on the slowest link."""
+        """Return the seconds of so many bytes on the slowest link. Without latency."""
         links = [self.between] * (self._nodes(ranks) > 1) + [self.within] * (self.per_node > 1)
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
@@ -171,7 +171,7 @@ FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))  #
 
 
 def step_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step of so many such ranks."""
+    """Return the seconds of a step on so many such ranks."""
     *before, after = profile.seconds.T
     cost = 1 + network.outer(ranks).beside
     # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
@@ -179,7 +179,7 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
     left_s = 0.0  # of exchanges that are under way
 
     def compute() -> None:
-        """Advance until the slowest rank has computed `since` they last waited."""
+        """Advance until the slowest rank has computed `since`."""
         nonlocal now_s, computed_s, left_s
         more_s = max(0.0, _slowest_of(since, ranks) - computed_s)
         both_s = min(more_s, left_s)
@@ -214,8 +214,8 @@ def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
 def _slowest_of(values: np.ndarray, ranks: int) -> float:
     """Return the expected largest of N draws from samples, by their order.
 
-    No distribution is assumed. No order tells of more ranks than there are samples: then it is at least what a normal
-    law has (Blom, 1958).
+    No distribution is assumed. For more ranks than samples, the result is at least a normal distribution's (Blom,
+    1958).
     """
     samples = len(values)
     by_order = float(np.sort(values) @ np.diff((np.arange(samples + 1) / samples) ** ranks))

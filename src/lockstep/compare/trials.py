@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class Trial:
 
 
 def done(folder: Path) -> Trial | None:
-    """Return the trial in a folder; None where it failed or is missing."""
+    """Return the trial in a folder. None where it failed or is missing."""
     found = json_of(folder / _RESULT)
     with understanding(folder / _RESULT):
         return Trial(**found) if found and not found["failed"] else None
@@ -52,10 +51,10 @@ def once(
 ) -> Trial:
     """Return the trial in `folder`, or run lockstep with `words` for it.
 
-    What fails is a trial too. `result` returns what was measured, by default what `measured` has left; as soon as
-    `is_enough` returns True the command is stopped, which is no failure. What was begun there is dropped, unless the
-    command `goes_on` with it. Raises KeyboardInterrupt, `Stopped` where somebody else stops the command, OSError where
-    the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
+    A failure is a trial too. `result` returns the measurements, by default those of `measured`; as soon as `is_enough`
+    returns True the command is stopped, which is no failure. Files of an interrupted trial are dropped, unless the
+    command `goes_on` with them. Raises KeyboardInterrupt, `Stopped` where another process stops the command, OSError
+    where the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
     """
     if before := done(folder):
         return before
@@ -63,7 +62,7 @@ def once(
     begun_s, begun_time = time.monotonic(), time.time()
     failed, told = "", {}
     try:
-        commands.run(name, [command(*words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
+        commands.run(name, [commands.python("lockstep", *words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
         told = result() if result else json_of(folder / RUN / measured.FILE)
         failed = "" if told else "it has left no measurements; its log may say why."
     except Stopped:
@@ -77,18 +76,13 @@ def once(
     return found
 
 
-def command(*words: str) -> Words:
-    """Return lockstep's command with these words."""
-    return (sys.executable, "-P", "-m", "lockstep", *words)
-
-
 def reason(name: str, error: LockstepError) -> str:
     """Return why a variant's command failed, without its name."""
     return str(error).removeprefix(f"The variant {name} failed: ")
 
 
 def make_free(folder: Path, *, keeps: bool = False) -> None:
-    """Make a folder that no run uses, empty unless it `keeps` its files."""
+    """Make a folder that no run uses. Empty unless it `keeps` its files."""
     folders.check_free(folder / RUN)  # a comparison that was killed may have left a command that trains on
     if folder.exists() and not keeps:
         shutil.rmtree(folder)

@@ -1,1 +1,1 @@
-"""The configuration of a run: its values, their options, and the registry of strategies and launchers. No torch."""
+"""A run's configuration: values, options, and the registry of strategies. No torch."""

@@ -1,4 +1,4 @@
-"""The options of a run by their public keys: in TOML, in recipes, and in `override(config, batch=256)`."""
+"""A run's options by public key. In TOML, in recipes, and in `override(config, batch=256)`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_TO_A_RANK = (
     *("rank", "gpus", "devices", "data-dir", "output", "init-method", "clear-meeting", "interface", "launcher"),
     *("workers", "on-device"),
 )
-"""Options in which ranks that people start by hand may differ: who and where they are. All others make the run."""
+"""Options that may differ between ranks started by hand: their identity and place. All others define the run."""
 NAMES_OF_CODE = ("model", "data", "loss", "step", "metric", "collate")
 """Options that may name code of the user's own, as module:attribute."""
 IDENTITY = (
@@ -33,6 +33,14 @@ IDENTITY = (
     *("batch", "drop-last", "seed"),
 )
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
+OF_A_SESSION = (
+    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
+    *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
+    *("timeout", "stall-timeout", "collectives"),
+)
+"""The options of `lockstep train` that a session takes; on all else the script decides."""
+_COMMAND_SECTIONS = ("parallel", "checkpoint", "record")
+"""Sections whose options a script leaves to the command."""
 _MOST_BYTES, _DOTS = 1 << 18, 200
 """Of a TOML file, and in one line of it: each level of a dotted key costs tomllib as much as all those before it."""
 
@@ -42,8 +50,13 @@ def leaves() -> tuple[Leaf, ...]:
     return leaves_of(RunConfig)
 
 
+def left_to_command() -> set[str]:
+    """List the options that a script leaves to the command."""
+    return {leaf.key for leaf in leaves() if leaf.section in _COMMAND_SECTIONS or leaf.key in OF_A_SESSION}
+
+
 def flatten(config: RunConfig, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return {public key: value} of the options in `only`, or of all, paths and tuples as TOML and JSON hold them."""
+    """Return {public key: value} of the options in `only`, or of all. Paths become text, tuples lists."""
     flat = {}
     for leaf in leaves():
         if only is None or leaf.key in only:
@@ -54,7 +67,7 @@ def flatten(config: RunConfig, only: Collection[str] | None = None) -> dict[str,
 
 
 def flatten_common(config: RunConfig) -> dict[str, Any]:
-    """Return {public key: value} of the options that all ranks of a run have to share."""
+    """Return {public key: value} of the options that all ranks must share."""
     return {key: value for key, value in flatten(config).items() if key not in OWN_TO_A_RANK}
 
 
@@ -67,7 +80,7 @@ def override(config: RunConfig, **values: Any) -> RunConfig:
 
 
 def apply(config: RunConfig, values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """Return `config` with `{public key: value}` applied; `source` names their origin in errors."""
+    """Return `config` with `{public key: value}` applied. `source` names their origin in errors."""
     known = {leaf.key: leaf for leaf in leaves()}
     sections: dict[str | None, dict[str, Any]] = {}
     for name, value in values.items():
@@ -86,7 +99,7 @@ def apply(config: RunConfig, values: Mapping[str, Any], *, source: str) -> RunCo
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """Return `value` as `kind`: TOML has no paths and tuples, and writes 1 where 1.0 or a word is meant."""
+    """Return `value` as `kind`. TOML has no paths and tuples, and writes 1 where 1.0 or a word is meant."""
     if kind is Path and isinstance(value, str | Path) and value != "":
         return Path(value)
     if kind in (float, str) and type(value) is int:
@@ -99,7 +112,7 @@ def _as(kind: Any, value: Any) -> Any:
 
 
 def to_toml(config: RunConfig, only: Collection[str] | None = None) -> str:
-    """Return the config, or the options in `only`, as TOML that `from_toml` reads; unset options are left out."""
+    """Return the options in `only`, or all, as TOML for `from_toml`. Unset options are left out."""
     values = {key: value for key, value in flatten(config, only).items() if value is not None}
     return visible_json(tomli_w.dumps(values))
 
@@ -123,15 +136,15 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 
 
 def read_toml(path: Path, *, base: RunConfig | None = None, through_links: bool = False) -> RunConfig:
-    """Return the config in the file at `path`, over `base`; `through_links` where the user has named it.
+    """Return the config in the file at `path`, over `base`. `through_links` is for a path that the user named.
 
-    Raises `RequestError` where it cannot be read or `from_toml` refuses it.
+    Raises `RequestError` where the file cannot be read or `from_toml` refuses the text.
     """
     return from_toml(_text(path, through_links=through_links), base=base, source=str(path))
 
 
 def read_named(path: Path) -> dict[str, Any]:
-    """Return {public key: value} of the options that a run's config.toml names; raises what `read_toml` does."""
+    """Return {public key: value} of a run's config.toml. Only options named in the file; raises as `read_toml`."""
     return flatten(read_toml(path), _parsed(_text(path), str(path)))
 
 

@@ -1,4 +1,4 @@
-"""The strategies: a line each with what a launcher has to know before it starts anything. No torch."""
+"""The strategies: one line each with the facts that launchers need. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import choose
 
 
 class Kind(NamedTuple):
-    """Where a strategy lives, what it is in a phrase, and what one process of it does."""
+    """A strategy's module, class and description, and its processes and devices."""
 
     module: str
     type: str
@@ -40,25 +40,25 @@ KINDS = {
 
 
 def kind(strategy: str) -> Kind:
-    """Return the named strategy's line; raise `RequestError` with the nearest names where there is none."""
+    """Return the named strategy's line. Raises `RequestError` with the nearest names for an unknown one."""
     return KINDS[choose("strategy", strategy, KINDS)]
 
 
 def with_ranks() -> str:
-    """Return, for a sentence, the strategies under which several processes share the work."""
+    """Name the strategies with several processes, joined by "or"."""
     return " or ".join(name for name, each in KINDS.items() if each.has_ranks)
 
 
 def per_device() -> str:
-    """Return, for a sentence, the strategies that have a process for each device."""
+    """Name the strategies with a process for each device, joined by "or"."""
     return " or ".join(name for name, each in KINDS.items() if each.process_per_device)
 
 
 def with_several() -> str:
-    """Return, for a sentence, the strategies that share out work over several devices."""
+    """Name the strategies that use several devices, joined by "or"."""
     return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
 
 
 def auto(*, several: bool) -> str:
-    """Return the strategy that `--strategy auto` stands for with several devices or ranks, or one."""
+    """Resolve `--strategy auto`, for several devices or ranks, or for one."""
     return "ddp" if several else "single"

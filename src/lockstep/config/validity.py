@@ -1,4 +1,4 @@
-"""One option, read off a field of a dataclass: its key, its type, and the values that it takes."""
+"""Options read from dataclass fields: key, type and permitted values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bounds:
     below: float = math.inf
 
     def check(self, flag: str, value: float) -> None:
-        """Raise `RequestError` for a number outside."""
+        """Raise `RequestError` for a number outside the bounds."""
         require(-math.inf < value < math.inf, f"--{flag} {value}: give a finite number.")
         require(value >= self.least, f"--{flag} {value}: give {self.least:,} or more.")
         require(value > self.above, f"--{flag} {value}: give a number above {self.above:,}.")
@@ -50,7 +50,7 @@ _USUAL = {int: Bounds(least=1, below=2**63), float: Bounds()}
 
 @dataclass(frozen=True)
 class Leaf:
-    """One option: its public `key`, the config's `section` that holds it (None: the config itself), its attribute."""
+    """One option: its public `key`, and its place in the config. `section` None is the config itself."""
 
     key: str
     section: str | None
@@ -61,17 +61,17 @@ class Leaf:
 
     @property
     def takes(self) -> str:
-        """What its values are, in words."""
+        """The permitted type of values, in words."""
         return _LISTS[get_args(self.kind)[0]] if get_args(self.kind) else _NAMES[self.kind]
 
     def of(self, config: object) -> Any:
-        """Return its value in a config."""
+        """Return the option's value in a config."""
         return getattr(getattr(config, self.section) if self.section else config, self.attribute)
 
 
 @functools.cache
 def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
-    """Return the options of a dataclass, and of the dataclasses in it, in their order."""
+    """Return the options of a dataclass and its nested dataclasses, in order."""
     found: list[Leaf] = []
     for name, hint in get_type_hints(owner, include_extras=True).items():
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -88,7 +88,7 @@ def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
 
 
 def check(config: Any) -> None:
-    """Raise `RequestError` for the first option whose value is none that it takes."""
+    """Raise `RequestError` for the first option with a value outside its rule."""
     for leaf in leaves_of(type(config)):  # type: ignore[arg-type]
         value = leaf.of(config)
         for each in value if isinstance(value, tuple) else () if value is None else (value,):

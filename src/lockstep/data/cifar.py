@@ -29,9 +29,9 @@ _MOST_BYTES = 1 << 28  # of a file: the largest official one has 155 MB
 
 
 class Cifar(NamedTuple):
-    """One of the two sets; mean and std are of all pixels of the training images, in units of the stored bytes.
+    """Description of one of the two data sets.
 
-    `train` and `test` are {file: md5}.
+    `mean` and `std` are over all training pixels, in units of the stored bytes. `train` and `test` are {file: md5}.
     """
 
     name: str
@@ -79,7 +79,7 @@ CIFAR100 = Cifar(
 
 
 def check(kind: Cifar, config: DataConfig) -> None:
-    """Raise `RequestError` where the set is absent and must not be downloaded; imports no torch."""
+    """Raise `RequestError` for an absent set without --download. Imports no torch."""
     folder = config.dir / kind.folder
     if not folder.is_dir() and not config.download:
         raise RequestError(
@@ -89,9 +89,9 @@ def check(kind: Cifar, config: DataConfig) -> None:
 
 
 def read(kind: Cifar, config: DataConfig) -> dict[str, tuple[Array, Array]]:
-    """Return {"train" and "test": (images (N, 32, 32, 3) uint8, labels (N,) uint8)}, downloaded if need be.
+    """Return {split: (images, labels)} for train and test, downloaded if need be.
 
-    Raises `RequestError` for files that are missing or not the official ones.
+    Images are (N, 32, 32, 3) uint8, labels (N,) uint8. Raises `RequestError` for missing or unofficial files.
     """
     check(kind, config)
     folder = config.dir / kind.folder
@@ -125,7 +125,7 @@ def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
 
 
 def _download(kind: Cifar, folder: Path) -> None:
-    """Put the set's folder in its place whole: an interrupted download, or two nodes at once, leave nothing half."""
+    """Download the set's folder atomically. Interrupted downloads and concurrent nodes leave no partial folder."""
     try:
         from torchvision.datasets.utils import download_and_extract_archive
 

@@ -1,6 +1,6 @@
-"""Random numbers that are computed, not drawn: each is a hash of what it is for (seed, epoch, purpose, sample).
+"""Counter-based random numbers: hashes of (seed, epoch, purpose, sample).
 
-So they depend on neither rank nor worker nor history (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+They depend on neither rank nor worker nor history (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 2011). The hash is SplitMix64's finalizer (Steele, Lea & Flood, OOPSLA 2014), in 64-bit integers on the host.
 """
 
@@ -35,12 +35,12 @@ def keys(count: int, *words: int) -> UInt64:
 
 
 def bits(keys: UInt64, indices: npt.NDArray[np.int64]) -> UInt64:
-    """Return 64 random bits for each of `keys` (k,) and `indices` (n,), as (k, n)."""
+    """Return 64 random bits per key and index. `keys` (k,) and `indices` (n,) give (k, n)."""
     return _mix(keys[:, None] + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
 
 
 def below(bound: int, random: UInt64) -> npt.NDArray[np.int64]:
-    """Return integers in [0, bound) from random bits; no value is favoured by more than bound ÷ 2³²."""
+    """Return integers in [0, bound) from random bits. No value is favoured by more than bound ÷ 2³²."""
     return ((random >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""1,797 real handwritten digits of 8 × 8 pixels, in the package: data for a first run without a download.
+"""1,797 real handwritten digits of 8 × 8 pixels, in the package. A first run needs no download.
 
 The test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI Machine
 Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0, in scikit-learn's selection and order.
@@ -20,7 +20,7 @@ MEAN, STD = 4.8834, 6.0211
 
 
 def read() -> dict[str, tuple[Array, Array]]:
-    """Return {"train" and "test": (images (N, 8, 8, 1) uint8, labels (N,) uint8)}."""
+    """Return {split: (images, labels)} for train and test. Images are (N, 8, 8, 1) uint8, labels (N,) uint8."""
     with resources.as_file(resources.files(__package__) / "digits.npz") as path, np.load(path) as file:
         images, labels = file["images"][..., None], file["labels"]
     held_out = np.arange(len(labels)) % 5 == 0

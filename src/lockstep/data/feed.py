@@ -1,8 +1,8 @@
-"""Samples read while training goes on, by torch's DataLoader and its workers.
+"""Samples read during training, by torch's DataLoader and its workers.
 
 What a sample draws from torch's, Python's and NumPy's global generators follows from (seed, epoch, sample index) alone,
 and leaves no trace in those of this process. Seeding them takes 15 µs, longer than reading a small sample, and most
-data sets draw nothing: until one does, batches are read unseeded, and one that has drawn is read again.
+data sets draw nothing: until the first draw, batches are read unseeded; the batch that has drawn is read again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WATCH_S = 1.0
 
 
 class Name(str):
-    """A data set's name, module:attribute; a worker that was not forked imports the module as it unpickles it."""
+    """Data set name, module:attribute. A worker that was not forked imports the module when unpickling."""
 
     __slots__ = ()
 
@@ -58,11 +58,11 @@ def _imported(name: str) -> Name:
 
 
 class Batches:
-    """Batches of a map-style data set: each task (keys, indices, note) is answered by (indices, note, batch).
+    """Batches of a map-style data set. A task (keys, indices, note) gives (indices, note, batch).
 
-    Without a note, the answer has the samples' signatures. Of a data set that `--data` names, what goes wrong in a
-    sample is one sentence, instead of a trace through three processes; `check` is given (index, sample) of a batch's
-    first one, and of each where it cannot be collated: to look at each sample takes as long as to read it.
+    Without a note, the answer has the samples' signatures. For a data set that `--data` names, a sample's error is one
+    sentence, instead of a trace through three processes. `check` is given (index, sample) of a batch's first one, and
+    of each where the batch cannot be collated: checking each sample takes as long as reading it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batches:
         self._before: Generators | None = None
 
     def __getitem__(self, task: tuple[counter.UInt64, Indices, Any]) -> tuple[Indices, Any, Any]:
-        """Return what is collated of the samples, or an error of lockstep's, into which torch would put a trace."""
+        """Return the collated batch, or a `LockstepError`. Torch would put a trace into a raised one."""
         keys, indices, note = task
         try:
             return indices, note, self.signatures(keys, indices) if note is None else self._read(keys, indices)
@@ -88,11 +88,11 @@ class Batches:
             if not self._name:
                 raise
             return indices, note, error
-        except StopIteration as error:  # it would end the epoch without a word
+        except StopIteration as error:  # uncaught, it would end the epoch silently
             raise RuntimeError("the data set, or its collate function, raised StopIteration") from error
 
     def signatures(self, keys: counter.UInt64, indices: Indices) -> list[Signature | None]:
-        """Return the samples' signatures; None for those that differ from one reading to the next."""
+        """Return the samples' signatures. None for a sample that differs between two readings."""
         pairs = ([signature(self._read(keys, indices[[at]])) for _ in range(2)] for at in range(len(indices)))
         return [first if alike(first, second) else None for first, second in pairs]
 
@@ -144,10 +144,10 @@ class Batches:
 
 
 class Stream(IterableDataset[Any]):
-    """A rank's shares of an epoch of an iterable data set, which every rank reads whole, from batch `first` on.
+    """One rank's shares of an iterable data set's epoch. Every rank reads the whole set; shares begin at batch `first`.
 
     Answers are as those of `Batches`; the first one has the first samples' signatures. Where `spare` is the number of
-    ranks and not 0, a rest of fewer samples than that joins the batch before it, so that no share is empty.
+    ranks and not 0, a rest of fewer samples than ranks joins the previous batch, so that no share is empty.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Stream(IterableDataset[Any]):
             yield from answers
 
     def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Yield the samples; what the data set draws follows from their positions, however far the ranks look ahead."""
+        """Yield the samples. The data set's draws follow from their positions, however far the ranks look ahead."""
         for number in count(1):
             seed(self._keys, number)
             batch = list(islice(samples, self._size))
@@ -201,9 +201,9 @@ class Stream(IterableDataset[Any]):
 
 
 class Feed:
-    """A DataLoader over a reader, which is given tasks in place of indices; `options` are the DataLoader's.
+    """DataLoader over a reader that takes tasks, not indices. `options` are the DataLoader's.
 
-    Workers stay between calls of `answers` where it `stays`; `begin` is the user's `worker_init_fn`.
+    Workers persist between calls of `answers` with `stays`; `begin` is the user's `worker_init_fn`.
     """
 
     def __init__(self, reader: Any, *, stays: bool, begin: Callable[[int], None] | None = None, **options: Any) -> None:
@@ -215,7 +215,7 @@ class Feed:
         self._running: Any = None
 
     def answers(self, keys: counter.UInt64, tasks: Iterable[Any] = ()) -> Iterator[Any]:
-        """Yield the reader's answer to each task, or what it yields; `keys` seed what workers draw for themselves."""
+        """Yield the reader's answer to each task, or its items. `keys` seed the workers' own draws."""
         if not (self._options["num_workers"] or self._options["pin_memory"]):
             # A DataLoader without workers costs more than a small net's forward pass.
             yield from self._reader if self._tasks is None else map(self._reader.__getitem__, tasks)
@@ -240,7 +240,7 @@ class Feed:
                 self.close()
 
     def close(self) -> None:
-        """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
+        """End the workers and wait. Workers stuck in a sample are killed after seconds."""
         atexit.unregister(self.close)
         _torch.end_workers(self._running)
         self._running = self._loader = None
@@ -258,7 +258,7 @@ def _unchanged(answer: Any) -> Any:
 
 
 def _begin_worker(begin: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker: signals are its rank's to answer, and it ends with its rank."""
+    """Prepare a data worker. Its rank answers signals; the worker ends with its rank."""
     # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:
@@ -283,23 +283,23 @@ def _end_with(rank: int) -> None:
 
 
 def collated(samples: list[Any]) -> Any:
-    """Do what torch's `default_collate` does, which takes half as long again for tuples of tensors."""
+    """Collate as torch's `default_collate`, faster. Torch's takes half as long again for tuples of tensors."""
     if type(samples[0]) is not tuple or get_worker_info() is not None:  # a worker's are made in shared memory
         return default_collate(samples)
     try:
         columns = list(zip(*samples, strict=True))
-    except (TypeError, ValueError):  # torch has the word for it
+    except (TypeError, ValueError):  # torch reports this
         return default_collate(samples)
     return [torch.stack(column) if type(column[0]) is Tensor else default_collate([*column]) for column in columns]
 
 
 def seed(keys: counter.UInt64, number: int) -> None:
-    """Seed torch's CPU generator, Python's and NumPy's for one `number`, a sample's say, by `GENERATORS` keys."""
+    """Seed torch's CPU, Python's and NumPy's generators by `GENERATORS` keys. `number` is that of a sample, say."""
     _seed(*counter.bits(keys, np.array([number]))[:, 0].tolist())
 
 
 def _seeded(keys: counter.UInt64, indices: Indices) -> Iterator[int]:
-    """Yield each sample's index, once the generators are seeded for it."""
+    """Yield each sample's index after seeding the generators for it."""
     for bits, index in zip(counter.bits(keys, indices).T.tolist(), indices.tolist(), strict=True):
         _seed(*bits)
         yield index

@@ -1,6 +1,6 @@
-"""Folders of photographs, ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, decoded while training goes on.
+"""Folders of photographs, ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, decoded during training.
 
-Where ROOT/test holds class folders too, it is the test set and val is for validation; it may also take val's place.
+Where ROOT/test holds class folders too, test is the test set and val is for validation; val may then be absent.
 Crop and flip are the "Inception" augmentation (Szegedy et al., 2015), by torchvision; other images are resized so that
 the shorter side is 256/224 of the asked one, and their centre is taken. Importing this module does not import torch.
 """
@@ -36,22 +36,22 @@ STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 """ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 _KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
-"""What the endings stand for; Pillow knows forty more, of which some start other programs."""
+"""Formats of these endings; Pillow knows forty more, some of which start other programs."""
 _MOST_BYTES = 1 << 30
 _SCAN = re.compile(rb"\xff\xda\0(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _SCANS = 16
-"""Of a progressive JPEG there are about ten, each a pass over all pixels, though it may be of 95 bytes."""
+"""A progressive JPEG has about ten, each a pass over all pixels; its file may have 95 bytes."""
 _MOST_PIXELS = 80_000_000
-"""Below which Pillow does not warn. A file of 34 bytes can have as many."""
+"""Pillow does not warn below this. A file of 34 bytes can have as many pixels."""
 _LONGEST = 16
-"""Times its shorter side that an image is long where only its centre is taken: more would be resized to be cut off."""
+"""Longest length, in shorter sides, before a centre crop: more would be resized to be cut off."""
 _MOST_PATHS = 100
 """To one folder. Each of a chain of folders may have two links to the next: 2 ** depth paths."""
 
 
 @dataclass(frozen=True)
 class Photographs:
-    """A map-style data set of images, (bytes (size, size, 3), label); `paths` (N,) are bytes, to save memory."""
+    """Map-style data set of images: (bytes (size, size, 3), label). `paths` (N,) are bytes, to save memory."""
 
     root: Path
     paths: Array
@@ -69,7 +69,7 @@ class Photographs:
 def decode(path: Path) -> Image.Image:
     """Return the image at `path` in red, green and blue.
 
-    Raises `RequestError` where it cannot be decoded, or would cost far more than a photograph does.
+    Raises `RequestError` for a file that cannot be decoded, or would cost far more than a photograph.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -91,7 +91,7 @@ def decode(path: Path) -> Image.Image:
 
 
 def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
-    """Return what makes an image size × size, varied by "crop" and "flip" where those are among the `variations`."""
+    """Return a transform to size × size images. Varied by "crop" and "flip" where those are among the `variations`."""
     centre = partial(_centre, size=size)
     if not {"crop", "flip"} & {*variations}:
         return centre  # without torchvision, which some builds of torch cannot load
@@ -105,7 +105,7 @@ def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Im
 
 
 def _centre(image: Image.Image, size: int) -> Image.Image:
-    """Return what torchvision's `Resize`, to a shorter side of 256/224 of `size`, and `CenterCrop` make of an image."""
+    """Resize to a shorter side of 256/224 of `size`; crop the centre. As torchvision's `Resize` and `CenterCrop`."""
     from PIL.Image import Resampling
 
     image = _short_enough(image)
@@ -115,7 +115,7 @@ def _centre(image: Image.Image, size: int) -> Image.Image:
 
 
 def _short_enough(image: Image.Image) -> Image.Image:
-    """Return the image without the ends of one that is much longer than wide."""
+    """Cut the ends off an image much longer than wide."""
     longest = _LONGEST * min(image.size)
     if max(image.size) <= longest:
         return image
@@ -124,7 +124,7 @@ def _short_enough(image: Image.Image) -> Image.Image:
 
 
 def folders(config: DataConfig) -> dict[str, str]:
-    """Return {split: its folder}; a test folder without class folders, as ImageNet's is, is not read.
+    """Return {split: its folder}. A test folder without class folders, as ImageNet's is, is not read.
 
     Raises `RequestError` where there is no image folder at --data-dir.
     """
@@ -144,7 +144,7 @@ def _classes(root: Path) -> list[str]:
 
 
 def _scan(config: DataConfig) -> Arrays:
-    """Return the paths of each split's images, their labels and the files left out; and the classes' names."""
+    """Return each split's image paths, labels and skipped files; class names."""
     arrays: Arrays = {}
     found, classes = folders(config), _classes(config.dir / "train")
     for split, name in found.items():
@@ -171,7 +171,7 @@ def _scan(config: DataConfig) -> Arrays:
 
 
 def _images(root: Path, name: str) -> list[str]:
-    """Return the paths of a class's images below `root`, sorted, those in linked folders too."""
+    """Return the sorted paths, below `root`, of a class's images. Linked folders are followed."""
     found: list[str] = []
     paths = Counter[str]()
     for folder, inner, files in os.walk(root / name, followlinks=True):

@@ -1,8 +1,8 @@
-"""From stored samples to a model's input: a whole batch at once, on any device.
+"""Augmentation and normalisation of whole batches, on any device.
 
 The usual three variations of small images: a crop of the image padded by an eighth of its side with black (4 pixels of
 32), a horizontal flip in half of the cases, and cutout (DeVries & Taylor, 2017), which zeroes a square of half the side
-around a random pixel, clipped at the border, after normalisation. What a sample gets is drawn by `counter` from (seed,
+around a random pixel, clipped at the border, after normalisation. `counter` draws a sample's variation from (seed,
 epoch, sample index).
 """
 
@@ -21,7 +21,7 @@ _DRAWS = 5
 
 
 class Plain:
-    """Leaves samples (n, …) as they are, but for the device and the run's precision."""
+    """Unchanged samples (n, …), moved to the run's device and precision."""
 
     def __init__(self, request: Request, like: Tensor) -> None:
         self.shape, self.dtype = tuple(like.shape), request.dtype if like.is_floating_point() else like.dtype
@@ -33,10 +33,10 @@ class Plain:
 
 
 class Transform:
-    """Turns stored images (n, H, W, C) into a model's input (n, C, H, W), on the device.
+    """Augmentation and normalisation of stored images, on the device.
 
-    They are varied as `names` say (of crop, flip, cutout), and normalised where `mean` and `std` are given, a number a
-    channel in the units of the stored values. `shape` is (C, H, W); stored images may be so too: `turns`.
+    Turns (n, H, W, C), or (n, C, H, W) with `turns`, into (n, C, H, W); `shape` is (C, H, W). `names` are variations
+    (of crop, flip, cutout); `mean` and `std`, if given, normalise: a number per channel in units of the stored values.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Transform:
         self._scale, self._shift = (each.to(self._device, self._exact) for each in (1 / stds, -means / stds))
 
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
-        """Return images x, of samples `indices` (n,), as they are in this epoch."""
+        """Return images x of samples `indices` (n,) for this epoch."""
         draws = self.draw(epoch, indices)
         x = x.permute(0, 2, 3, 1).contiguous() if self._turns else x
         if "crop" in self._names or "flip" in self._names:
@@ -78,10 +78,10 @@ class Transform:
         return x if self._channels_last else x.contiguous()
 
     def draw(self, epoch: int, indices: Indices) -> Tensor:
-        """Return what is drawn for samples `indices` (n,) in an epoch, (5, n) int64 in host memory.
+        """Return the draws for samples `indices` (n,) in an epoch.
 
-        First row and column of the crop, in pixels from the corner of the unpadded image (-pad to pad), 1 where it is
-        mirrored, and row and column of the pixel at the centre of the cut-out square.
+        (5, n) int64 in host memory: first row and column of the crop, in pixels from the corner of the unpadded image
+        (-pad to pad), 1 where it is mirrored, and row and column of the pixel at the centre of the cut-out square.
         """
         drawn = np.zeros((_DRAWS, len(indices)), np.int64)
         _, *sides = self.shape
@@ -95,7 +95,7 @@ class Transform:
 
 
 def _move(x: Tensor, draws: Tensor) -> Tensor:
-    """Return images x (n, H, W, C) cropped and flipped, by one gather of pixels; `draws` are (3, n)."""
+    """Crop and flip images x (n, H, W, C). One gather of pixels; `draws` are (3, n)."""
     row, column, flip = draws[..., None]
     images, height, width, _ = x.shape
     up, left = height // 8, width // 8
@@ -109,7 +109,7 @@ def _move(x: Tensor, draws: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, draws: Tensor) -> None:
-    """Zero a square of each of the images x (n, H, W, C), around the pixels `draws` (2, n)."""
+    """Zero a square in each image x (n, H, W, C). The centres are the pixels `draws` (2, n)."""
     # Whole rows of W × C values: a mask that is broadcast over the channels alone was twice as slow on a CPU.
     images, height, width, channels = x.shape
     columns = _inside(draws[1], width).repeat_interleave(channels, dim=1)
@@ -119,7 +119,7 @@ def _cut(x: Tensor, draws: Tensor) -> None:
 
 
 def _inside(centre: Tensor, side: int) -> Tensor:
-    """Return (n, side) bool: the positions within the window of side // 2 around each of centre (n,)."""
+    """Return a mask of window positions. (n, side) bool; the window of side // 2 is around each of centre (n,)."""
     offset = torch.arange(side, device=centre.device) - centre[:, None] + side // 4
     return (offset >= 0) & (offset < side // 2)
 

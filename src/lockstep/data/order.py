@@ -1,4 +1,4 @@
-"""The order of an epoch: a keyed permutation of range(n), any slice of it, in memory that does not grow with n.
+"""Order of an epoch: slices of a keyed permutation, in constant memory.
 
 A stored permutation of 10⁹ samples takes 8 GB on every rank. Instead, position p's sample is *computed* by a block
 cipher on [0, 2**b), 2**b being the smallest power of two that is not below n: a Feistel network, each round of which
@@ -23,7 +23,7 @@ _MULTIPLIERS = (np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15))
 
 
 class Order:
-    """The order in which an epoch visits `samples` samples, a function of (`samples`, `seed`, `epoch`) alone."""
+    """Order of an epoch's samples, from (`samples`, `seed`, `epoch`) alone."""
 
     def __init__(self, samples: int, *, seed: int, epoch: int) -> None:
         assert 0 <= samples <= 2**62, samples
@@ -64,7 +64,7 @@ class Order:
 
 
 def _hash(half: counter.UInt64, key: np.uint64, bits: np.uint64) -> counter.UInt64:
-    """Return `bits` bits for each of half (n,): the highest of a keyed hash, which are its best; 0 for no bits."""
+    """Return the highest `bits` bits of a keyed hash, its best. half is (n,); 0 for no bits."""
     words = half + key
     words *= _MULTIPLIERS[0]
     words ^= words >> np.uint64(32)

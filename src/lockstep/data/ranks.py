@@ -1,4 +1,4 @@
-"""Data on several ranks: one copy a host, and the same samples on every rank.
+"""Data on several ranks: one copy per host, equal samples everywhere.
 
 Lengths and digests are compared exactly, and a few samples by means: last bits differ between decoders.
 """
@@ -67,7 +67,7 @@ def shared(world: World, build: Callable[[], Arrays]) -> Arrays:
 
 
 def _write(arrays: Arrays, leaving: ExitStack) -> str:
-    """Write `arrays` to a new folder, which is removed with `leaving`; return its path."""
+    """Write `arrays` to a new folder; return its path. The folder is removed with `leaving`."""
     size, memory = sum(array.nbytes + 4096 for array in arrays.values()), "/dev/shm"
     is_roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size * 1.1 + 2**20
     folder = leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-", dir=memory if is_roomy else None))
@@ -82,7 +82,7 @@ def digest(*arrays: Array) -> str:
 
 
 def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
-    """Raise `RequestError`, on every rank, where one has other `facts` than rank 0 (*collective*).
+    """Raise `RequestError` on every rank where `facts` differ from rank 0's (*collective*).
 
     `facts` is {name: number or text}, the same keys on each rank; `asked` names the data.
     """
@@ -93,7 +93,7 @@ def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
 
 
 def signature(value: Any) -> Signature:
-    """Return numbers that stand for a sample or a batch: of each array, number and text in it, size and means."""
+    """Return a sample's or batch's signature. Size and means of each array, number and text in it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
@@ -118,10 +118,10 @@ def spread(samples: int) -> npt.NDArray[np.int64]:
 
 
 def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
-    """Compare samples that every rank has read; return a warning, "" for none (*collective*).
+    """Compare the ranks' samples; return a warning or "" (*collective*).
 
     `own` has None for samples that differ from one reading to the next. Raises `RequestError`, on every rank, where one
-    has other samples than rank 0. Where some are the same and some are not, they may just be drawn.
+    has other samples than rank 0. Where only some differ, they may just be drawn.
     """
     first, *others = world.gather(list(own))
     drawn = (
@@ -143,5 +143,5 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
 
 
 def alike(one: Signature, other: Signature) -> bool:
-    """Return whether two signatures are of one sample, but for a decoder's last bits."""
+    """Return whether two signatures agree, up to a decoder's last bits."""
     return len(one) == len(other) and np.allclose(one, other, rtol=_NEAR, atol=0)

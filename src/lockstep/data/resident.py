@@ -1,4 +1,4 @@
-"""Data sets that need no workers: kept in memory whole, one copy a host or on the GPU, or computed."""
+"""Data sets without workers: held in memory, or computed. One copy per host, or on the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAKE = 2
 
 
 class Data(Source):
-    """A source of `samples` samples, which `fetch` reads and `transform` makes a model's input."""
+    """Source of `samples` samples, by `fetch` and `transform`."""
 
     def __init__(self, samples: int, classes: int, transform: Transform | Plain, fetch: Fetch) -> None:
         self.classes, self.shape, self.dtype = classes, transform.shape, transform.dtype
@@ -39,7 +39,7 @@ class Data(Source):
 
 
 def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats) -> Splits:
-    """Return the sources of small images that `read` reads, on one rank of each host (*collective*).
+    """Return the sources of small images (*collective*). One rank of each host calls `read`.
 
     `mean` and `std` are those of each channel over the training images, in the units of the stored bytes.
     """
@@ -58,9 +58,9 @@ def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats)
 
 
 def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Transform | Plain) -> Data:
-    """Return a source of stored samples x (N, …) and labels y (N,), kept in host memory or on the device.
+    """Return a source of samples x (N, …) and labels y (N,).
 
-    They go to an accelerator's memory if asked for, or if they take less than a quarter of what is free.
+    x is in host memory, or on an accelerator: on request, or if x takes at most a quarter of the free memory.
     """
     mode, device = request.config.on_device, request.world.device
     y = y.to(device, torch.int64)
@@ -76,10 +76,10 @@ def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Tr
 
 
 def fake(request: Request) -> Splits:
-    """Return synthetic images (3, size, size), to measure with: --samples for training, a quarter as many held out.
+    """Return synthetic images (3, size, size) for measurements.
 
-    A sample's label, and its noise pattern and that one's strength, are hashes of its index; its image is its class's
-    pattern of coarse squares plus the noise. So the set has any size at no cost in memory, and can be learnt.
+    --samples for training, a quarter as many held out. Label, noise pattern and noise strength are hashes of a sample's
+    index; an image is its class's pattern of coarse squares plus noise. Any size costs no memory, and can be learnt.
     """
     size, samples, device = request.config.image_size, request.config.samples, request.world.device
     square = np.arange(size) * _SQUARES // size

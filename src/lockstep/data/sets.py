@@ -1,4 +1,4 @@
-"""The table of data sets: from the name in the config to the sources that the engine reads.
+"""Registry of data sets: from the config's name to the sources.
 
     digits       1,797 real handwritten digits of 8 × 8 pixels, in the package
     cifar10      60,000 photographs of 32 × 32 pixels in 10 classes; downloaded with checksums
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """How a data set is built, what is checked before any process starts, and the flags that not every one reads."""
+    """Data set entry: builder, check before any process starts, specific flags."""
 
     build: Callable[[Request], Splits]
     check: Callable[[DataConfig], object] = bool
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 
 def _by(module: str, function: str = "build") -> Callable[[Request], Splits]:
-    """Return a function of a module of this package, which is imported only when it is called."""
+    """Return a function of a module here, imported when called."""
     return lambda request: getattr(import_module(f".{module}", __package__), function)(request)
 
 
@@ -62,14 +62,9 @@ DATA_SETS = {
 
 
 def readers() -> dict[str, tuple[str, ...]]:
-    """Return, for each flag that not every data set reads, the names of those that do; the user's may read them all."""
+    """Return, per specific flag, the data sets that read it. The user's may read all flags."""
     flags = sorted({flag for entry in DATA_SETS.values() for flag in entry.options})
     return {flag: tuple(name for name, entry in DATA_SETS.items() if flag in entry.options) for flag in flags}
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of the data sets."""
-    return tuple(DATA_SETS)
 
 
 def _entry(name: str) -> Entry:
@@ -85,7 +80,7 @@ def _entry(name: str) -> Entry:
 
 
 def preflight(config: DataConfig) -> None:
-    """Raise `RequestError` for what is impossible, before any process starts; imports no torch."""
+    """Raise `RequestError` for impossible data before any process starts. Imports no torch."""
     _entry(config.name).check(config)
 
 

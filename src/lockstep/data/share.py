@@ -1,7 +1,7 @@
-"""This rank's share of a DataLoader that the user made.
+"""This rank's share of a user's DataLoader.
 
 Order and the samples' own randomness are functions of (seed, epoch, sample index), on any number of ranks and workers.
-What a collate function draws is one of (seed, epoch, first sample of the share), and like dropout differs with shares.
+A collate function's draws follow from (seed, epoch, first sample of the share), and like dropout differ with shares.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
 
 
 class Micro(NamedTuple):
-    """This rank's share of one global micro-batch: `size` samples, of `total` in the whole global batch.
+    """This rank's share of one global micro-batch. `size` samples, of `total` in the whole global batch.
 
-    `batch` is what the user's collate function made of them, on the device; where `size` is 0, the global batch's first
-    sample stands in. `last` says whether it is the global batch's last micro-batch. `indices` (size,) are the samples';
-    of a stream, their positions in this epoch.
+    `batch` is collated by the user's function, on the device; where `size` is 0, the global batch's first sample stands
+    in. `last` marks the global batch's last micro-batch. `indices` (size,) are the samples'; for a stream, their
+    positions in this epoch.
     """
 
     batch: Any
@@ -52,7 +52,7 @@ _Shares = Iterator[tuple[Indices, tuple[int, int, bool]]]
 
 
 class SharedLoader:
-    """A user's DataLoader, whose batches are the global ones, shared out among the ranks."""
+    """A user's DataLoader whose global batches are shared among the ranks."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class SharedLoader:
         dtype: torch.dtype | None = None,
         evaluates: bool = False,
     ) -> None:
-        """Check what can be shared out (*collective*); floating-point tensors are cast to `dtype` where it is given.
+        """Check and plan the shares (*collective*). Floating-point tensors are cast to `dtype`, if given.
 
         `accumulate` and `micro_batch` are those of `BatchPlan.solve`; a loader that only `evaluates` has neither.
-        Raises `RequestError`, on every rank, for what cannot be shared out, and where the ranks' data are not alike.
+        Raises `RequestError`, on every rank, for loaders that cannot be shared, and where the ranks' data differ.
         """
         self.loader, self._world, self._seed = loader, world, seed
 
@@ -104,31 +104,31 @@ class SharedLoader:
 
     @property
     def order(self) -> str:
-        """In which order an epoch visits the samples."""
+        """The order of an epoch's samples."""
         if self._is_stream or self._drawn is not None:
             return OF_A_SAMPLER
         return SHUFFLED if isinstance(self.loader.sampler, RandomSampler) else ASCENDING
 
     def steps(self) -> int | None:
-        """Return the global batches of an epoch; of a stream what its length says, None without one."""
+        """Return the number of global batches per epoch. A stream's follows from its length; None without one."""
         return None if self._length is None else self.plan.steps(self._length, drop_last=self.drop_last)
 
     def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
-        """Yield this rank's shares of the epoch, from global batch `first` on, to train on: as many on every rank.
+        """Yield this rank's training shares, from global batch `first`. Every rank gets as many.
 
-        Raises `RequestError` where a sampler changes its length; what the user's own code raises passes through.
+        Raises `RequestError` where a sampler changes its length; errors of the user's own code pass through.
         """
         return self._micros(_TRAINING, epoch, first)
 
     def shares(self) -> Generator[Micro, None, None]:
-        """Yield this rank's shares of each sample once, in ascending order, to evaluate on.
+        """Yield this rank's evaluation shares. Each sample comes once, in ascending order.
 
         No batch is dropped, and no share is empty unless there are fewer samples than ranks.
         """
         return self._micros(_EVALUATION)
 
     def compare(self) -> str:
-        """Compare what the ranks have read, if all have; return a warning, "" for none (*collective*).
+        """Compare the ranks' samples; return a warning or "" (*collective*). Does nothing until all ranks have read.
 
         Raises `RequestError`, on every rank, where their data sets have other samples.
         """
@@ -138,7 +138,7 @@ class SharedLoader:
         return compare(self._world, "The DataLoader", self._first or [])
 
     def close(self) -> None:
-        """End the workers and wait for them; those that are stuck in a sample are killed after seconds."""
+        """End the workers and wait. Workers stuck in a sample are killed after seconds."""
         self._feed.close()
 
     def _micros(self, purpose: int, epoch: int = 0, first: int = 0) -> Generator[Micro, None, None]:
@@ -191,7 +191,7 @@ class SharedLoader:
             yield share if chosen is None else chosen[share], (end - begin, stop - start, True)
 
     def _draw(self, epoch: int) -> Indices:
-        """Return what the user's sampler yields, the same on every rank and whatever was drawn before."""
+        """Return the sampler's indices, equal on every rank. They do not depend on earlier draws."""
         sampler = self.loader.sampler
         if not hasattr(sampler, "__len__"):  # as with those that never end
             raise RequestError(
@@ -216,7 +216,7 @@ class SharedLoader:
 
 
 def moved(part: Any, *how: Any) -> Any:
-    """Return `part` with its tensors moved as `how` says: the device, a floating-point type or None, non_blocking."""
+    """Return `part` with its tensors moved. `how` is the device, a floating-point dtype or None, and non_blocking."""
     device, dtype, non_blocking = how
     if isinstance(part, Tensor):
         return part.to(device, dtype if part.is_floating_point() else None, non_blocking=non_blocking)
@@ -239,7 +239,7 @@ def moved(part: Any, *how: Any) -> Any:
 
 
 def _global_batch(loader: Any) -> int:
-    """Return the loader's batch size. Raises `RequestError` for what is not shared out."""
+    """Return the loader's batch size. Raises `RequestError` for loaders that cannot be shared."""
     if not isinstance(loader, DataLoader):
         raise RequestError(f"A {type(loader).__name__} cannot be shared out; give a torch DataLoader over the data.")
     if isinstance(loader.sampler, DistributedSampler):
@@ -251,7 +251,7 @@ def _global_batch(loader: Any) -> int:
 
 
 def _is_known(sampler: Any) -> bool:
-    """Return whether the order is the data set's, or a shuffling of all of it, which need not be drawn."""
+    """Return whether the sampler is sequential or a full shuffle. Such an order need not be drawn."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler

@@ -1,7 +1,7 @@
-"""What the engine asks of a data set: batches for the sample indices that it names.
+"""Interface of data sets: batches for given sample indices.
 
-What a source adds, such as augmentation, is a pure function of (seed, epoch, sample index): a sample is the same bits
-in any batch and on any rank.
+Variations, such as augmentation, are pure functions of (seed, epoch, sample index): a sample is the same bits in any
+batch and on any rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOLDOUT = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `sets.build` is asked for."""
+    """Arguments of a data set's builder."""
 
     config: DataConfig
     seed: int
@@ -38,7 +38,7 @@ class Request:
 
 
 class Fetched(NamedTuple):
-    """The samples of one share: x (n, *shape), y (n,) int64, and the indices that were read, (n,) int64."""
+    """Samples of one share. x (n, *shape), y (n,) int64, and the indices that were read, (n,) int64."""
 
     x: Tensor
     y: Tensor
@@ -46,7 +46,7 @@ class Fetched(NamedTuple):
 
 
 class Source(Protocol):
-    """One split of a data set: its number of `classes`, and the `shape` and `dtype` of a sample."""
+    """One split of a data set. `classes` is their number; `shape` and `dtype` are those of a sample."""
 
     classes: int
     shape: tuple[int, ...]
@@ -57,15 +57,15 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        """Yield the samples of each share, which may be empty, on the world's device."""
+        """Yield each share's samples on the world's device. Shares may be empty."""
 
     def close(self) -> None:
-        """End what the source keeps running, if anything."""
+        """End the source's workers, if any."""
         return
 
 
 class Part(Source):
-    """The samples of the source `whole` at `indices` (n,), which rise; numbered from 0."""
+    """Samples of `whole` at ascending `indices` (n,), renumbered from 0."""
 
     def __init__(self, whole: Source, indices: Indices) -> None:
         self.classes, self.shape, self.dtype, self.skipped = whole.classes, whole.shape, whole.dtype, whole.skipped
@@ -91,7 +91,7 @@ Make = Callable[[str, tuple[str, ...]], Source]
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set: what is trained on, what is held out, and the classes' names, if they have any.
+    """Splits of a data set, and the classes' names if any.
 
     `cautions` are sentences to tell the user.
     """
@@ -104,30 +104,27 @@ class Splits:
 
     @classmethod
     def of(cls, request: Request, make: Make, *, validation: bool = False, names: tuple[str, ...] = ()) -> Splits:
-        """Return the sources that `make` gives; `validation` says whether there is such a split.
+        """Return the sources that `make` gives. `validation` says whether the data have such a split.
 
-        --holdout cuts it off training. Raises `RequestError` where both would be validation sets.
+        --holdout cuts one off training. Raises `RequestError` where there are both.
         """
-        augment, share = request.config.augment, request.config.holdout
+        augment = request.config.augment
         train, test = make("train", augment), make("test", ())
         held_out = make("validation", ()) if validation else None
-        if share:
-            if validation:
-                what = f"--holdout {share:g}: --data {request.config.name}"
-                raise RequestError(f"{what} has a validation set of its own; leave it out.")
-            held = hold_out(len(train), request.seed, share)
+        if request.config.holdout:
+            kept, held = hold_out(request.config, request.seed, len(train), has_validation=validation)
             whole = make("train", ()) if augment else train
-            train, held_out = Part(train, np.flatnonzero(~held)), Part(whole, np.flatnonzero(held))
+            train, held_out = Part(train, kept), Part(whole, held)
         return cls(train, test, held_out, names)
 
     @property
     def judged(self) -> Source:
-        """The set that the best weights are chosen on: the validation set, else the test set."""
+        """Set for choosing the best weights: validation, else test."""
         return self.test if self.validation is None else self.validation
 
     @property
     def best_on(self) -> str:
-        """The name of that set."""
+        """Name of the set for choosing the best weights."""
         return "test set" if self.validation is None else "validation set"
 
     def close(self) -> None:
@@ -137,16 +134,19 @@ class Splits:
                 source.close()
 
 
-def is_held_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
-    """Return which samples (samples,) --holdout takes: each by a number drawn from (seed, index) alone."""
-    drawn = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
-    return drawn < share
+def hold_out(asked: DataConfig, seed: int, samples: int | None, *, has_validation: bool) -> tuple[Indices, Indices]:
+    """Return the samples that --holdout leaves to training, and those it takes.
 
-
-def hold_out(samples: int, seed: int, share: float) -> npt.NDArray[np.bool_]:
-    """Return what `is_held_out` does. Raises `RequestError` where that is none of the samples, or all."""
-    held = is_held_out(samples, seed, share)
-    if not 0 < np.count_nonzero(held) < samples:
-        found = f"{'all' if held.any() else 'none'} of {counted(samples, 'sample')}"
+    Each by a number drawn from (seed, index) alone. Raises `RequestError` for a stream, whose number of `samples` is
+    None, for data with a validation set of their own, and where it takes none of the samples, or all.
+    """
+    share = asked.holdout
+    if has_validation or samples is None:
+        why = "has a validation set of its own" if has_validation else "is a stream, whose samples have no index"
+        raise RequestError(f"--holdout {share:g}: --data {asked.name} {why}; leave it out.")
+    is_held = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0]) < share
+    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+    if not (len(kept) and len(held)):
+        found = f"{'all' if len(held) else 'none'} of {counted(samples, 'sample')}"
         raise RequestError(f"--holdout {share:g} holds out {found}; give another share.")
-    return held
+    return kept, held

@@ -1,4 +1,4 @@
-"""The user's own data set, given as module:attribute; and any map-style data set as a source.
+"""User data sets, module:attribute; any map-style data set as a source.
 
 The attribute is a function (of nothing, or of the `DataConfig`) that returns two map-style data sets of torch, (train,
 test), or three, (train, validation, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory. x
@@ -24,7 +24,7 @@ from ..errors import LockstepError, RequestError, RunError
 from ..world.random_state import kept
 from . import counter
 from .feed import GENERATORS, Batches, Feed, collated, seed
-from .images import Plain, Transform
+from .images import Plain, Transform, to_device
 from .ranks import Signature, check_alike, compare, digest, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
@@ -32,12 +32,12 @@ from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 _MOST_WORKERS = 4
 """By default."""
 _PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
-"""Keeps these draws apart from each other, and from those of the other data sets."""
+"""Keeps the draws of each purpose apart from each other, and from those of the other data sets."""
 _FIRST = np.zeros(1, np.int64)
 
 
 def called(config: DataConfig) -> dict[str, Any]:
-    """Return, by split, what the user's function returns. Raises `RequestError` where those are not two or three."""
+    """Return the user's data sets by split. Raises `RequestError` unless the function returns two or three."""
     function = user_code.load("--data", config.name)
     try:
         result = function(config) if inspect.signature(function).parameters else function()
@@ -97,7 +97,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _labels(dataset: Any) -> str:
-    """Return a hash of the labels where they are known without reading samples: a label tensor, or `targets`."""
+    """Return a hash of the labels; "" if unknown. Read from a label tensor or `targets`, not from samples."""
     pair = _tensors(dataset)
     try:
         return digest(np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64))
@@ -106,7 +106,7 @@ def _labels(dataset: Any) -> str:
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
-    """Return the number of classes and their names, by the data set's `classes` or its label tensor."""
+    """Return the number and names of the classes. Read from the data set's `classes` or label tensor."""
     # A part of a data set, such as random_split makes, has the whole one as `dataset`.
     given = getattr(dataset, "classes", getattr(getattr(dataset, "dataset", None), "classes", None))
     if given is None and (pair := _tensors(dataset)):
@@ -140,7 +140,7 @@ def _x(what: str, index: int, sample: Any) -> Tensor:
 
 
 def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, sample: Any) -> None:
-    """Raise `RequestError` for a sample that is not like sample 0, whose x has this dtype and shape."""
+    """Raise `RequestError` for a sample unlike sample 0. `dtype` and `shape` are those of sample 0's x."""
     x = _x(what, index, sample)
     if (x.dtype, x.shape) != (dtype, shape):
         found = f"{x.dtype} {tuple(x.shape)}, sample 0 is {dtype} {tuple(shape)}"
@@ -156,8 +156,9 @@ def _together(samples: list[Any]) -> Any:
 
 
 def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
-    """Raise `RequestError` where labels y (n,) of the samples `indices` (n,) are not the numbers of classes."""
-    if not isinstance(y, Tensor) or y.dim() != 1 or not torch.equal(y, y.long().to(y.dtype)):
+    """Raise `RequestError` for labels that are no class indices. y and `indices`, the samples', are (n,)."""
+    is_list = isinstance(y, Tensor) and y.dim() == 1
+    if not is_list or (y.is_floating_point() and not torch.equal(y, y.trunc())):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
     low, high = map(int, y.long().aminmax()) if len(y) else (0, 0)
@@ -168,7 +169,7 @@ def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
 
 
 class Streamed(Source):
-    """A map-style data set whose samples, (x, label), are read in worker processes, or in this one.
+    """Map-style data set of (x, label). Worker processes read the samples, or this process.
 
     Workers of a training set stay from epoch to epoch. `stream` raises `RequestError` for labels that are no classes,
     `RunError` where the data set's own code failed, and torch's RuntimeError, at any moment, for a worker that died.
@@ -204,10 +205,12 @@ class Streamed(Source):
             for indices, size, batch in self._feed.answers(keys, tasks):
                 if isinstance(batch, LockstepError):
                     raise batch
-                x, y, share = *(part[:size] for part in batch), indices[:size]
-                _check_labels(self._what, y, share, self.classes)
-                x, y = (part.to(self._device, non_blocking=True) for part in (x, y.long()))
-                yield Fetched(self._transform(x, share, epoch), y, share)
+                if size < len(indices):
+                    batch, indices = [part[:size] for part in batch], indices[:size]
+                x, y = batch
+                _check_labels(self._what, y, indices, self.classes)
+                x, y = (to_device(part, self._device) for part in (x, y.long()))
+                yield Fetched(self._transform(x, indices, epoch), y, indices)
         except (OSError, EOFError) as error:
             hint = "if the host ran out of memory, use fewer --workers"
             raise RunError(f"A data worker died as it sent samples ({error}): {hint}.") from error

@@ -1,4 +1,4 @@
-"""What a rank finds by itself: versions, host, GPUs, names, folders."""
+"""Findings of a single rank: versions, host, GPUs, names, folders."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def versions(driver: str) -> dict[str, str | None]:
 
 
 def judge_versions(told: Mapping[int, Mapping[str, str | None]]) -> Iterator[Finding]:
-    """Yield what the ranks' versions {rank: {part: version}} amount to."""
+    """Yield findings on the ranks' versions {rank: {part: version}}."""
     for part, version in told[0].items():
         if others := [rank for rank, each in told.items() if each[part] != version]:
             words = f"{version} on rank 0, {told[others[0]][part]} or others on {ranks_in_short(others)}"
@@ -54,9 +54,9 @@ def judge_versions(told: Mapping[int, Mapping[str, str | None]]) -> Iterator[Fin
 
 
 def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
-    """Yield what this host gives its ranks; `on_cpu` says where they compute."""
+    """Yield findings on this host's resources; `on_cpu`: ranks compute on the CPU."""
     ranks, usable, visible, quota = topology.local_size, hardware.cpus(), len(hardware.processors()), hardware.quota()
-    bf16 = "in hardware" if hardware.has_bf16_units() else "emulated"
+    bf16 = "in hardware" if hardware.bf16_units() else "emulated"
     words, fix = f"{usable} to use ({hardware.cpu_name()}), bf16 {bf16}", ""
     if quota < visible:
         words = f"{visible} are visible, but the control group gives the time of {quota:.3g}: threads will be held up"
@@ -106,7 +106,7 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
 
 
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
-    """Return what a GPU is, and the worst fault known of it."""
+    """Return a finding on a GPU and its worst known fault."""
     handle = hardware.nvml_handle(gpu.uuid)
     memory = hardware.asked("nvmlDeviceGetMemoryInfo", handle)
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
@@ -129,9 +129,9 @@ def address_of(interface: str, towards: str) -> str:
 
 
 def network(address: str, *, is_chosen: bool, others: bool) -> Iterator[Finding]:
-    """Yield what this host's interface and name are.
+    """Yield findings on this host's interface and name.
 
-    `is_chosen` says whether somebody has named the interface, `others` whether other hosts have to find this one.
+    `is_chosen` tells whether the interface was chosen, `others` whether other hosts have to find this one.
     """
     interface = next((name for name, each in hosts.interfaces().items() if address in each), "no interface")
     yield found("network", "interface", f"{interface} {address}")
@@ -150,7 +150,7 @@ def network(address: str, *, is_chosen: bool, others: bool) -> Iterator[Finding]
 
 
 def output(folder: Path, left: list[Path]) -> Iterator[Finding]:
-    """Yield what writing into `folder`, or where it would be made, is like.
+    """Yield findings on writing into `folder`, or its nearest existing parent.
 
     The path of the file that was written is added to `left`.
     """

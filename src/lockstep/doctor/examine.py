@@ -1,7 +1,7 @@
-"""The examination: what is looked at, in which order, on which rank.
+"""The examination: its probes, their order and their ranks.
 
-Each rank looks at its devices by itself, and one of each host at that; what concerns pairs or all is done together.
-After each part the ranks tell one another over the board what came out. Rank 0 judges.
+Each rank probes its own devices, and one rank of each host probes the host; probes of pairs or of all run together.
+After each part the ranks exchange their results over the board. Rank 0 judges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROBE_PART = 1 / 3
 
 @dataclass(frozen=True)
 class Report:
-    """What came out, whole on rank 0; `hosts` are the ranks'."""
+    """The examination's findings, complete on rank 0; `hosts` are the ranks'."""
 
     findings: tuple[Finding, ...]
     hosts: tuple[str, ...]
@@ -40,21 +40,21 @@ class Report:
 
 @dataclass(frozen=True)
 class Examination:
-    """What every rank runs; it forms the world itself, if it can."""
+    """The entry of every rank, which forms the world itself, if possible."""
 
     output: Path
     """Absolute, as `data`."""
     data: Path | None
     chosen_cpu: bool
-    """Whether ranks compute on the CPU because somebody said so."""
+    """Whether ranks compute on the CPU by the user's choice."""
     tell: Callable[[Report], None]
-    """Called on rank 0 where ranks fell silent: whoever waits for all of them would wait for ever."""
+    """Called on rank 0 where ranks fell silent: a wait for all of them would never end."""
 
     def __call__(self, config: RunConfig, world: World) -> Any:
         raise AssertionError("the launchers let this entry form its own world")
 
     def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
-        """Look at everything, and return the report (*collective*)."""
+        """Run all probes, and return the report (*collective*)."""
         # Here, since they import torch, and the process that starts ranks does not.
         from .._torch import PrefixStore
         from . import alone, together

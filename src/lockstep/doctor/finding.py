@@ -1,4 +1,4 @@
-"""A finding: what was looked at, what was found, what to do."""
+"""A finding: its subject, its result, its remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..monitor.bounded import Late, within
 from ..monitor.failures import one_line
 
 GREEN, YELLOW, RED, UNCHECKED = "green", "yellow", "red", "unchecked"
-"""Fine; a job runs, but slowly or at a risk; no job can run; not looked at, for a reason that is told."""
+"""Fine; a job runs, but slowly or at a risk; no job can run; not looked at, for a reason in words."""
 GROUPS = ("host", "devices", "network", "collectives", "disk")
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -22,9 +22,9 @@ _UNITS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `value` is in `unit`.
+    """The result of one probe; `value` is in `unit`.
 
-    `ranks` are those that found it, one for each host where it is about hosts; none where it is about all together.
+    `ranks` are those with this result, one for each host in findings on hosts; none in findings on all together.
     """
 
     group: str
@@ -43,14 +43,14 @@ Probe = Callable[[], Iterable[Finding]]
 def found(
     group: str, name: str, words: str, fix: str = "", *, bad: str = YELLOW, value: float | None = None, unit: str = ""
 ) -> Finding:
-    """Return a finding: green where there is nothing to fix, else `bad`."""
+    """Return a finding: green without a `fix`, else `bad`."""
     return Finding(group, name, bad if fix else GREEN, words, fix, value, unit)
 
 
 def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW) -> list[Finding]:
-    """Return what `probe` finds, and a finding if it raises or hangs.
+    """Return the findings of `probe`; add one if `probe` raises or hangs.
 
-    What hangs, such as a network disk whose server has gone, stays behind in a thread; its finding's state is `hung`.
+    A probe that hangs, as on a network disk whose server has gone, stays in a thread; its finding's state is `hung`.
     """
     findings: list[Finding] = []
     try:
@@ -65,7 +65,7 @@ def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by group and name, like ones of ranks together."""
+    """Sort findings by group and name; merge equal ones of several ranks."""
     ranks: dict[Finding, set[int]] = {}
     for finding in findings:
         ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
@@ -75,7 +75,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def shown(number: float, unit: str) -> str:
-    """Return bytes, bytes/s or s in words: 64 MiB, 1.25 GB/s, 0.15 ms."""
+    """Format bytes, bytes/s or s: 64 MiB, 1.25 GB/s, 0.15 ms."""
     units = _UNITS[unit]
     name = next((name for name, factor in units.items() if number >= factor), [*units][-1])
     scaled = number / units[name]

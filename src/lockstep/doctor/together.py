@@ -1,8 +1,8 @@
-"""What ranks find together: absent ranks, closed ports, wrong or slow sums.
+"""Joint findings of ranks: absent ranks, closed ports, wrong or slow sums.
 
-Ranks tell one another of it through torch's store: after one rank has stayed away from a collective, a process group is
-of no use any more. Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: what each link of a ring has to carry,
-which does not depend on N (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+Ranks exchange them through torch's store: a process group is of no use after one rank has stayed away from a
+collective. Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: the load of each link of a ring, which does not
+depend on N (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a 
 
 
 class Board:
-    """What ranks post, topic by topic, in the same order on each."""
+    """The ranks' posts, topic by topic, in the same order on each."""
 
     def __init__(self, store: Store, rank: int, size: int, patience_s: float) -> None:
         """After `patience_s` the others go on without a rank."""
         self.rank, self.size, self.patience_s = rank, size, patience_s
         self.absent: dict[int, Finding] = {}
-        """Ranks that fell silent, and what there is to say of each."""
+        """Ranks that fell silent, each with its finding."""
         self._hears_s = 2 * patience_s + 1  # rank 0 may itself have waited for a rank
         self._keys = Keys(store, "board", limit_s=self._hears_s)
 
     def all(self, topic: str, mine: Any) -> dict[int, Any]:
-        """Return what all ranks but absent ones post under `topic` (*collective*).
+        """Post `mine`; return the posts of all present ranks under `topic` (*collective*).
 
         Raises `RunError` on a rank that the others have given up, or that rank 0 has left alone.
         """
@@ -119,7 +119,7 @@ def reach(address: str, board: Board, names: Sequence[str]) -> Finding:
 
 @contextlib.contextmanager
 def listening(address: str) -> Iterator[tuple[str, int]]:
-    """Yield an address and a port where whoever connects is answered while the block runs."""
+    """Accept connections at `address` within the block; yield address and port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
 
@@ -136,7 +136,7 @@ def listening(address: str) -> Iterator[tuple[str, int]]:
 
 
 def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:
-    """Connect to another rank; return what is in the way, or ""."""
+    """Connect to another rank; return the obstacle, or ""."""
     try:
         socket.create_connection((address, port), timeout=limit_s).close()
     except TimeoutError:
@@ -147,7 +147,7 @@ def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:
 
 
 def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Mapping[int, str], names: Sequence[str]) -> Finding:
-    """Return what the visits amount to: {(from rank, to rank): trouble}."""
+    """Return the finding on the visits {(from rank, to rank): trouble}."""
     if not visits:
         return Finding("network", "ports", UNCHECKED, "one rank: nobody to reach")
     blocked = [
@@ -165,7 +165,7 @@ def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Mapping[int, 
 
 
 def compute(topology: Topology, device: torch.device, store: Store, board: Board, collectives: str) -> dict[int, Any]:
-    """Return what each rank found when computing together, for `judge` (*collective*).
+    """Return each rank's results of computing together, for `judge` (*collective*).
 
     `collectives` says how CPU tensors are to be exchanged.
     """
@@ -215,10 +215,10 @@ def _measure(world: World) -> list[tuple[int, float, int]]:
 
 
 def _beside(world: World) -> float | None:
-    """Return what a second of computation costs beside an all-reduce (*collective*).
+    """Return the cost of a second of computation beside an all-reduce (*collective*).
 
-    0 where each goes on as if it were alone; 1 where nothing is gained, as where both need the same processor. None
-    where ranks share memory, and do not compute meanwhile.
+    0 where each runs as if alone; 1 where nothing is gained, as where both need the same processor. None where ranks
+    share memory, and do not compute meanwhile.
     """
     if world.device.type == "cpu" and world.memory is not None:
         return None
@@ -270,7 +270,7 @@ def _slowest_s(world: World, work: Callable[[], object], runs: int) -> float:
 
 
 def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
-    """Yield what `told`, of `compute`, means; `names` are the ranks' hosts."""
+    """Yield findings on `told`, from `compute`; `names` are the ranks' hosts."""
     failures = {at: each for at, each in told.items() if "error" in each}
     causes = {at: each for at, each in failures.items() if not each["is_echo"]} or failures
     for at, each in causes.items():
@@ -302,7 +302,7 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
 
 
 def folder(path: Path, board: Board, limit_s: float) -> list[Finding]:
-    """Return what rank 0 finds in the output folder, and others see (*collective*)."""
+    """Return findings on the output folder, of rank 0 and others (*collective*)."""
     left: list[Path] = []
     try:
         findings = look("disk", "output", lambda: alone.output(path, left), limit_s, RED) if board.rank == 0 else []

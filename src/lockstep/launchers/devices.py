@@ -1,4 +1,4 @@
-"""Accelerator, devices and processes of a node: what `auto` stands for, decided without torch."""
+"""Accelerator, devices and processes of a node. Resolves `auto`; no torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ..world.world import World  # which imports torch; a launcher is chosen without it
 
 Entry = Callable[[RunConfig, "World"], Any]
-"""What every rank runs. Must be importable by name, since a launcher may start processes that look it up."""
+"""The function of every rank. Importable by name, since a launcher may start processes that look it up."""
 Gpu = TypeVar("Gpu")
 
 
 def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
-    """Return `config` with the strategy and the accelerator that `auto` stands for; under Ray that is found out there.
+    """Return `config` with `auto` strategy and accelerator resolved. Unchanged under Ray, whose launcher resolves them.
 
-    Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use what was asked.
+    Raises `RequestError` for devices that this machine lacks, and for strategies that cannot use the devices or ranks.
     """
     asked = config.parallel
     if asked.launcher == "ray":
@@ -52,19 +52,19 @@ def resolve(config: RunConfig, env: Mapping[str, str]) -> RunConfig:
 
 
 def processes(config: RunConfig, env: Mapping[str, str]) -> int:
-    """Return the number of processes that a config needs on this node; 1 where it is not resolved, as under Ray."""
+    """Return this node's number of processes; 1 for an unresolved config (Ray)."""
     strategy = config.parallel.strategy
     return _devices(config.parallel, env) if strategy != "auto" and kind(strategy).process_per_device else 1
 
 
 def known_ranks(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
-    """Return the least world size by flags and the environment, whatever devices there are."""
-    array = of_array(env) if parallel.world_size is None and meets_by_url(parallel) else None
+    """Return the least world size that flags and environment imply, devices aside."""
+    array = of_array(env) if parallel.world_size is None and has_rendezvous_url(parallel) else None
     return max(parallel.nodes, parallel.world_size or 1, started_ranks(env), array[1] if array else 1)
 
 
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this process may take: by local rank, or all its own; empty on the CPU."""
+    """Return the UUIDs of the GPUs that this process may use. By local rank, or all its own; empty on the CPU."""
     if parallel.accelerator != "cuda":
         return ()
     visible = hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))
@@ -72,28 +72,28 @@ def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]
 
 
 def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int) -> int:
-    """Return the index of a local rank's GPU, the first of several, among those visible to its process."""
+    """Return the index of a local rank's (first) GPU. It counts among the GPUs visible to the rank's process."""
     return of_rank(_chosen(parallel, _count_gpus(env)), local_rank, drives_all=drives_all(parallel))[0]
 
 
 def of_rank(gpus: Sequence[Gpu], local_rank: int, *, drives_all: bool) -> Sequence[Gpu]:
-    """Return a local rank's own of the GPUs that its process may take; none where there are too few."""
-    # A single GPU is taken whatever the local rank: --gpus, CUDA_VISIBLE_DEVICES or a scheduler gave each rank its own.
+    """Return a local rank's GPUs out of `gpus`; empty if too few."""
+    # A single GPU suits any local rank: --gpus, CUDA_VISIBLE_DEVICES or a scheduler gave each rank its own.
     return gpus if drives_all or len(gpus) == 1 else gpus[local_rank : local_rank + 1]
 
 
 def drives_all(parallel: ParallelConfig) -> bool:
-    """Return whether each process drives all devices that it may take; `auto` never comes to such a strategy."""
+    """Return whether each process drives all its devices. `auto` never resolves to such a strategy."""
     return parallel.strategy != "auto" and kind(parallel.strategy).drives_all
 
 
-def meets_by_url(parallel: ParallelConfig) -> bool:
-    """Return whether ranks meet where --init-method says, and not where the environment does."""
+def has_rendezvous_url(parallel: ParallelConfig) -> bool:
+    """Return whether ranks meet at the --init-method URL, not by the environment."""
     return parallel.init_method not in ("", "env:", "env:/", "env://")
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Return the two that tcp://HOST:PORT names. Raises `RequestError` where it does not."""
+    """Return host and port of tcp://HOST:PORT. Raises `RequestError` for any other URL."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)
         if parts.hostname and parts.port and not parts.path.strip("/") and not parts.query:
@@ -104,13 +104,13 @@ def host_and_port(url: str) -> tuple[str, int]:
 
 
 def _devices(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
-    """Return the number of devices to use on this node: --devices, the --gpus, all GPUs, or one CPU process."""
+    """Return this node's device count: --devices, --gpus, all GPUs, or 1 (CPU)."""
     asked = parallel.devices or len(parallel.gpu_indices)
     return asked or (_count_gpus(env) if parallel.accelerator == "cuda" else 1)
 
 
 def _chosen(parallel: ParallelConfig, visible: int) -> Sequence[int]:
-    """Return the indices of the GPUs that this process may take, among its `visible` ones."""
+    """Return the indices of this process's GPUs among its `visible` ones."""
     every = range(parallel.devices or visible) if drives_all(parallel) else range(visible)
     return parallel.gpu_indices or every
 

@@ -1,8 +1,8 @@
-"""The variables by which torchrun, srun and mpirun tell a process which rank it is. No torch.
+"""Rank and world size from the variables of torchrun, srun and mpirun. No torch.
 
-torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), and whatever else sets these,
-wins over Slurm (https://slurm.schedmd.com/srun.html, output environment), within whose jobs it may run. MPI gives no
-address: MASTER_ADDR and MASTER_PORT do, or ranks that are all on this host meet at a file that is this one mpirun's.
+torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), set by any program,
+win over Slurm's (https://slurm.schedmd.com/srun.html, output environment): torchrun may run within a Slurm job. MPI
+sets no address: MASTER_ADDR and MASTER_PORT do, or ranks that are all on this host meet at a file of their mpirun.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import psutil
 from ..errors import RequestError
 from ..files import private_folder
 from ..world.topology import Topology
-from . import hosts
+from . import hosts, stores
+from .stores import Door
 
 Env = Mapping[str, str]
 
 LOOPBACK = "127.0.0.1"
 _MOST_DIGITS = 10
-_FIRST_PORT, _PORTS, _STEPS = 10_000, 20_000, 16  # below the ports that the kernel gives to whoever asks for any
+_FIRST_PORT, _PORTS, _STEPS = 10_000, 20_000, 16  # below the kernel's ephemeral ports
 
 
 class Program(NamedTuple):
@@ -41,7 +42,7 @@ class Program(NamedTuple):
     nodes: str = ""
 
     def ranks(self, env: Env) -> int:
-        """Return how many ranks the program has started; 0 where its variables are not set."""
+        """Return the program's number of ranks; 0 if its variables are unset."""
         return (whole(env.get(self.size, "")) or 0) if self.rank in env else 0
 
 
@@ -56,27 +57,23 @@ _PMI = Program("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the environment puts this process, and where its ranks meet."""
+    """This process's rank and meeting place by the environment."""
 
     topology: Topology
+    door: Door | None = None
+    """Where the ranks meet; None where --init-method says it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
-    file: Path | None = None
-    """The file at which the ranks meet, where that is no address."""
-    served: bool = False
-    """Whether an agent serves the store, which outlives the ranks; otherwise rank 0 does."""
-    job: str = ""
-    """What tells this job from others that use the agent's store; "" without one."""
     knows_node: bool = True
-    """Whether the variables say which ranks share this node; otherwise the roll call finds out."""
+    """Whether the variables tell which ranks share this node; otherwise the roll call does."""
     gpus: int | None = None
-    """How many of the node's GPUs are the job's, by SLURM_GPUS_ON_NODE; None where that is not set."""
+    """The job's number of GPUs on this node, by SLURM_GPUS_ON_NODE; None if unset."""
     error_file: Path | None = None
-    """Where torchrun looks for the reason of a failure."""
+    """The file in which torchrun looks for the reason of a failure."""
 
 
 def starter(env: Env) -> Program | None:
-    """Return the program whose rank this process is, the most specific of several."""
+    """Return the program that started this process as a rank. The most specific of several; None without one."""
     # An sbatch script has most of srun's variables and is no task: only srun sets SLURM_STEP_ID. And mpirun may have
     # srun start its daemons: Slurm's variables are then a daemon's, and PMI's differ.
     pairs = ((_PMI.rank, _SLURM.rank), (_PMI.size, _SLURM.size))
@@ -96,18 +93,18 @@ def starter(env: Env) -> Program | None:
 
 
 def started_ranks(env: Env) -> int:
-    """Return how many ranks another program has started; 1 where none has."""
+    """Return the number of ranks that another program started; 1 without one."""
     program = starter(env)
     return max(1, program.ranks(env)) if program else 1
 
 
 def variables(env: Env) -> dict[str, str]:
-    """Return the variables by which another program has made this process a rank."""
+    """Return the set variables of the program that started this rank."""
     return {name: env[name] for name in starter(env) or () if name in env}
 
 
 def read(env: Env) -> Place:
-    """Return this process's place. Raises `RequestError` where the variables make none."""
+    """Return this process's place. Raises `RequestError` for missing or contradictory variables."""
     program, found = starter(env), ", ".join(f"{name} is {value}" for name, value in variables(env).items())
     if program is None:
         raise RequestError(
@@ -123,7 +120,7 @@ def read(env: Env) -> Place:
     address = env.get("MASTER_ADDR", "")
     if is_slurm and not address:
         address = LOOPBACK if here.nodes == 1 else first_host(env.get("SLURM_STEP_NODELIST", ""))
-    file = _meeting(program) if known and not address and program in (_OPEN_MPI, _PMI) else None
+    file = _rendezvous_file(program) if known and not address and program in (_OPEN_MPI, _PMI) else None
     if not address and file is None:
         raise RequestError(
             f"{found}, but MASTER_ADDR is not set, the address at which rank 0 listens; give it and MASTER_PORT to "
@@ -134,12 +131,18 @@ def read(env: Env) -> Place:
     if known is not None:  # else the roll call finds out
         names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
     served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
+    door = Door(
+        file=file,
+        host=LOOPBACK if file else address,
+        port=port,
+        secret=stores.of_job(env, on_one_host=known is not None and here.nodes == 1),
+        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
+        served=served,
+    )
     return Place(
         dataclasses.replace(here, address=address, port=port),
+        door,
         names,
-        file=file,
-        served=served,
-        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
         knows_node=known is not None,
         gpus=whole(env.get("SLURM_GPUS_ON_NODE", "")) if is_slurm else None,
         error_file=Path(error_file) if error_file else None,
@@ -147,7 +150,7 @@ def read(env: Env) -> Place:
 
 
 def check_started(env: Env) -> None:
-    """Raise `RequestError` in a Slurm job of several tasks whose srun has not started this process."""
+    """Raise `RequestError` in a multi-task Slurm job for a process without srun."""
     tasks = max(whole(env.get(f"SLURM_NTASKS{each}", "")) or 0 for each in ("", "_PER_NODE"))
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise RequestError(
@@ -157,7 +160,7 @@ def check_started(env: Env) -> None:
 
 
 def of_array(env: Env) -> tuple[int, int] | None:
-    """Return (rank, world size) by this job's place in its Slurm array; None outside of one."""
+    """Return (rank, world size) by Slurm's array index; None outside an array."""
     if "SLURM_ARRAY_TASK_ID" not in env:
         return None
     names = ("ID", "MIN", "MAX", "STEP", "COUNT")
@@ -172,18 +175,18 @@ def of_array(env: Env) -> tuple[int, int] | None:
 
 
 def whole(text: str) -> int | None:
-    """Return the number that a text is, from 0 up; None for any other, and for one with more digits than a job's."""
+    """Parse a whole number from 0 up. None for other text, and for more than 10 digits."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def first_host(text: str) -> str:
-    """Return the first name in a host list: n08-ib of `n[08-11,20]-ib,m2`, whose brackets stand for numbers."""
+    """Return the first name of a Slurm host list. `n[08-11,20]-ib,m2` gives n08-ib."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def _on_node(env: Env, program: Program, numbered: Topology) -> Topology | None:
-    """Return the rank's place with local rank, local size, node and nodes; None where the variables do not say them."""
+    """Return the topology with local rank, local size, node and nodes. None where the variables lack them."""
     is_slurm, is_one_node = program is _SLURM, env.get(program.local_size) == env[program.size]
     needed = {program.local_rank, program.local_size} | (set() if is_one_node else {program.node, program.nodes})
     if not is_slurm and not needed <= env.keys():
@@ -195,7 +198,7 @@ def _on_node(env: Env, program: Program, numbered: Topology) -> Topology | None:
 
 
 def _tasks(text: str, node: int) -> int:
-    """Return how many tasks a node has by Slurm's `2(x3),1`, which is of nodes 0 to 3; 0 for any other node."""
+    """Return a node's number of tasks by Slurm's notation. `2(x3),1` is of nodes 0 to 3; 0 for any other node."""
     for count, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", text, re.ASCII):
         if node < int(times or 1):
             return int(count)
@@ -203,8 +206,8 @@ def _tasks(text: str, node: int) -> int:
     return 0
 
 
-def _meeting(program: Program) -> Path:
-    """Return a path for the ranks of this mpirun alone: by the nearest process above that is no rank."""
+def _rendezvous_file(program: Program) -> Path:
+    """Return a meeting path for this mpirun's ranks alone. Named by the nearest ancestor process that is no rank."""
     pid = 1
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):  # another user's, so none of the ranks'
@@ -219,7 +222,7 @@ def _meeting(program: Program) -> Path:
 
 
 def _slurm_port(env: Env) -> int:
-    """Return a port that all tasks of the step derive alike, and that steps of neighbouring jobs do not share."""
+    """Return a port for a Slurm step, the same on all tasks. Steps of neighbouring jobs get other ports."""
     job, step = _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
     return _FIRST_PORT + (job * _STEPS + step % _STEPS) % _PORTS
 

@@ -13,7 +13,7 @@ import psutil
 from ..errors import RequestError
 
 ANYWHERE = "192.0.2.1"
-"""An address that belongs to nobody (RFC 5737): the route to it is the route to the world at large."""
+"""An unassigned address (RFC 5737), whose route is the route to other networks."""
 
 
 def network() -> str:
@@ -25,7 +25,7 @@ def network() -> str:
 
 
 def boot() -> str:
-    """Return what tells this start of this machine from every other."""
+    """Return the identity of this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -33,9 +33,9 @@ def boot() -> str:
 
 
 def begun(pid: int) -> str:
-    """Return when a process began. Raises `psutil.NoSuchProcess`.
+    """Return a process's start time as text. Raises `psutil.NoSuchProcess`.
 
-    The same text for whoever asks. On Linux, ticks since the boot: psutil's time of day moves where the clock is set.
+    The same text in every caller. On Linux, ticks since the boot: psutil's time of day moves where the clock is set.
     """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
@@ -43,7 +43,7 @@ def begun(pid: int) -> str:
 
 
 def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
-    """Return this host's, or an interface's, addresses; the one towards a host first."""
+    """Return the addresses of this host, or of an interface. The host's address towards `towards` comes first."""
     if interface:
         return tuple(interfaces()[interface])
     others = [address for addresses in interfaces().values() for address in addresses]
@@ -52,7 +52,7 @@ def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
 
 
 def own_address(towards: str) -> str:
-    """Return this host's address on the route to another, or ""; nothing is sent."""
+    """Return this host's address on the route to another, or "". Sends nothing."""
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -71,7 +71,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def is_loopback(addresses: Iterable[str]) -> bool:
-    """Return whether these addresses reach nobody but the host itself."""
+    """Return whether all addresses are loopback addresses."""
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
@@ -96,9 +96,10 @@ def url(host: str, port: int | str) -> str:
 
 
 def caution(host: str, *, has_met: bool = True) -> str:
-    """Return why ranks of several hosts may not meet at what `host` means here, or "".
+    """Return why other hosts may fail to reach `host`, or "".
 
-    To end a sentence with. `has_met` says that this rank was right about the address.
+    A clause to end a sentence, for `host` as resolved here. `has_met` means that this rank has listened or connected at
+    the address.
     """
     here, others, address = socket.gethostname(), own_addresses(ANYWHERE), ""
     with contextlib.suppress(OSError):

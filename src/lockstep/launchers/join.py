@@ -1,21 +1,19 @@
-"""A rank that a person or another program has started joins the others.
+"""Ranks started by a person or another program join the others.
 
     --init-method tcp://HOST:PORT --world-size 2 --rank 0      rank 0 listens at HOST, an address of its machine
     --init-method file:///PATH --world-size 2 --rank 0         a file on a disk that all ranks share
-    --init-method env://                                       MASTER_ADDR and MASTER_PORT say the address
+    --init-method env://                                       MASTER_ADDR and MASTER_PORT are the address
 
-Of ranks that another program has started, the environment says it all (see `environments`). A process without others
-is a world of its own.
+Ranks of another program read all of this from the environment (see `environments`). A process without others is a
+world of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -27,7 +25,7 @@ from ..monitor import failures
 from ..monitor.failures import Failure
 from ..world.topology import Topology
 from . import environments, hosts, rank, stores
-from .devices import Entry, host_and_port, meets_by_url
+from .devices import Entry, has_rendezvous_url, host_and_port
 from .environments import LOOPBACK, Place
 from .stores import Door
 
@@ -37,14 +35,14 @@ _ECHO_WAITS_S = 5.0
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Run the entry as the rank that a resolved config makes of this process."""
+    """Run the entry as this process's rank under a resolved config."""
     with seat(config, env) as mine:
         return mine.run(entry)
 
 
 @contextlib.contextmanager
 def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
-    """Be the rank that a resolved config makes of this process (*collective*)."""
+    """Join as this process's rank under a resolved config (*collective*)."""
     parallel = config.parallel
     hosts.check_interface(parallel.interface, env)
     place = _place(parallel, env)
@@ -57,8 +55,8 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
         try:
             _check_node(parallel, place)
-            meeting = _door(parallel, place, env).open(index, parallel.timeout)
-            with rank.met(config, env, meeting, place.topology, knows_node=place.knows_node, tell=tell) as seat:
+            rendezvous = (place.door or _door(parallel, env)).open(index, parallel.timeout)
+            with rank.met(config, env, rendezvous, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
             failure = failures.account(error, index, config)
@@ -69,31 +67,31 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
 
 def _leave(failure: Failure, path: Path | None) -> None:
-    """Write the failure where torchrun looks for it, if it does, as torch's `record` would.
+    """Write the failure to torchrun's error file, as torch's `record` does.
 
-    Without its trace, which this process shows itself: torchrun would show it once more.
+    Without the trace, which this process prints itself: torchrun would print it once more.
     """
     if path is None:
         return
     if failure.is_echo:  # torchrun takes the first rank that ends, or the earliest report, for the root cause
         time.sleep(_ECHO_WAITS_S)
         return
-    about = {"timestamp": str(int(failure.time)), "lockstep": asdict(dataclasses.replace(failure, trace=""))}
+    told = {"message": failure.sentence, "extraInfo": {"timestamp": str(int(failure.time))}}
     with contextlib.suppress(OSError):  # a full disk must not hide why the rank failed
-        write_whole(path, json.dumps({"message": {"message": failure.sentence, "extraInfo": about}}).encode())
+        write_whole(path, json.dumps({"message": told}).encode())
 
 
 def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     """Return this rank's place by the environment, or by flags.
 
-    Within an array job, rank and world size are the job's place in its array, once --init-method says where to meet: by
-    itself an array may as well be so many runs.
+    Within an array job with an --init-method URL, rank and world size follow from the job's array index. Without the
+    URL, an array may as well be separate runs.
     """
     if parallel.launcher == "environment":
         return environments.read(env)
     if parallel.launcher == "inline":
-        return Place(Topology())
-    by_url, index, size = meets_by_url(parallel), parallel.rank, parallel.world_size
+        return Place(Topology(), Door())
+    by_url, index, size = has_rendezvous_url(parallel), parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
         found = array or [None if by_url else environments.whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE")]
@@ -106,16 +104,12 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     return Place(Topology(rank=index, size=size), knows_node=False)
 
 
-def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Door:
-    """Return where this rank meets the others, by the environment or by --init-method."""
-    if parallel.launcher == "environment":
-        return _door_of(place, env)
-    if parallel.launcher == "inline":
-        return Door()
+def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
+    """Return where this rank meets the others by --init-method."""
     url, interface = parallel.init_method, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
-    if not meets_by_url(parallel):
+    if not has_rendezvous_url(parallel):
         for variable in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(variable):
                 raise RequestError(f"--init-method env:// needs {variable} in the environment; set it on every rank.")
@@ -130,17 +124,6 @@ def _door(parallel: ParallelConfig, place: Place, env: Mapping[str, str]) -> Doo
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = host_and_port(url)
     return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
-
-
-def _door_of(place: Place, env: Mapping[str, str]) -> Door:
-    topology, on_one_host = place.topology, place.knows_node and place.topology.nodes == 1
-    secret = stores.of_job(env, on_one_host=on_one_host)
-    if place.file is not None:
-        return Door(file=place.file, host=LOOPBACK, secret=secret)
-    if on_one_host and place.error_file is not None:
-        # The folder of this agent's, of a random name: what another job has sealed is none of this one's notes.
-        secret += str(place.error_file.parents[2]).encode()
-    return Door(host=topology.address, port=topology.port, secret=secret, job=place.job, served=place.served)
 
 
 def _check_node(asked: ParallelConfig, place: Place) -> None:

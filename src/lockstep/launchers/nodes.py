@@ -1,8 +1,8 @@
-"""Ranks of several nodes, started again when a node is lost or comes.
+"""Elastic ranks on several nodes; restart when a node leaves or joins.
 
     lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT      the same on each
 
-There is one agent a node. The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous;
+Each node has one agent. The agents meet at a store that HOST's serves, and agree through torch's dynamic rendezvous;
 each starts its node's ranks as on one host (see `supervisor`). After a loss they end the ranks that are left, agree
 anew, and start others, which find the run's folder in that store's notes and go on from its last checkpoint. For a node
 that comes later the ranks save, stop, and start again with it. A node without a heartbeat for six seconds is dropped.
@@ -54,7 +54,7 @@ _OTHERS_S = 30.0  # for other nodes to be done
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Keep this node's ranks running until they are done; return rank 0's value, if here.
+    """Run this node's ranks to completion; return rank 0's value, if local.
 
     Raises the error of the rank that failed first, once it is not to be started again.
     """
@@ -62,26 +62,26 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
     hosts.check_interface(parallel.interface, env)
     (host, port), secret = host_and_port(parallel.init_method), stores.of_job(env, on_one_host=False)
     try:  # the store is served where the address is this host's and nobody serves it yet
-        meeting = stores.serve(host, port, secret=secret)
-        if parallel.nodes < parallel.most_nodes and meeting.caution:
-            say(f"{meeting.where}: nobody comes there from another host{meeting.caution}.")
+        rendezvous = stores.serve(host, port, secret=secret)
+        if parallel.nodes < parallel.most_nodes and rendezvous.caution:
+            say(f"{rendezvous.where}: nobody comes there from another host{rendezvous.caution}.")
     except RequestError:
-        meeting = stores.connect(host, port, parallel.timeout, secret=secret)
-    # Who joins writes to the run's folder, which the first start has named: another one was meant for another run.
+        rendezvous = stores.connect(host, port, parallel.timeout, secret=secret)
+    # A node that joins writes to the run's folder, which the first start has named: another folder is another run's.
     options = flatten_common(config) | {"output": str(config.record.output or "")}
     asked = hashlib.sha256(json.dumps(options).encode()).hexdigest()
-    job, _, theirs = meeting.keys.put("job", f"{secrets.token_hex(4)}/{asked}").partition("/")
+    job, _, theirs = rendezvous.keys.put("job", f"{secrets.token_hex(4)}/{asked}").partition("/")
     if theirs != asked:
         raise RequestError(
-            f"{meeting.where}: the agents of another job meet there, or of this one with other flags; give each job a "
-            "port of its own, and all nodes of a job the same command."
+            f"{rendezvous.where}: the agents of another job meet there, or of this one with other flags; give each job "
+            "a port of its own, and all nodes of a job the same command."
         )
     # The ranks meet at the agents' own store: torch need not serve another one.
     quiet = unset(stores.QUIET_TORCH)
     with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | quiet), contextlib.ExitStack() as kept:
         kept.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)  # what torch's rendezvous logs is told in our words
-        return _Agent(meeting, job, secret, config, processes(config, env)).run(payload)
+        return _Agent(rendezvous, job, secret, config, processes(config, env)).run(payload)
 
 
 class _State(dynamic.RendezvousBackend):
@@ -90,7 +90,7 @@ class _State(dynamic.RendezvousBackend):
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self.round, self.nodes, self.closed = -1, tuple[str, ...](), False
-        """How often nodes have agreed, those that take part, by address, and whether one has ended the job."""
+        """The rendezvous round, the participating nodes by address, and whether a node has ended the job."""
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class _State(dynamic.RendezvousBackend):
             return self._seen(self._keys.read("nodes"))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Replace the state with this token; return (state, token, whether it was put)."""
+        """Replace the state with this token; return (state, token, success)."""
         with _connected():
             found = self._seen(self._keys.put("nodes", b64encode(state).decode(), token or ""))
         return None if found is None else (*found, found[0] == state)
@@ -124,7 +124,7 @@ class _State(dynamic.RendezvousBackend):
 
 @contextlib.contextmanager
 def _connected() -> Iterator[None]:
-    """Raise what torch's rendezvous takes for a store that does not answer."""
+    """Raise torch's `RendezvousConnectionError` for a store that does not answer."""
     try:
         yield
     except (RuntimeError, ValueError, TimeoutError) as error:
@@ -134,12 +134,12 @@ def _connected() -> Iterator[None]:
 class _Agent:
     """One node's part in the job."""
 
-    def __init__(self, meeting: stores.Meeting, job: str, secret: bytes, config: RunConfig, here: int) -> None:
-        self._meeting, self._job, self._secret, self._config, self._here = meeting, job, secret, config, here
-        parallel, store = config.parallel, meeting.keys.store
+    def __init__(self, rendezvous: stores.Rendezvous, job: str, secret: bytes, config: RunConfig, here: int) -> None:
+        self._rendezvous, self._job, self._secret, self._config, self._here = rendezvous, job, secret, config, here
+        parallel, store = config.parallel, rendezvous.keys.store
         store.set_timeout(timedelta(seconds=_WORD_OF_ALL_S))
         self._state = _State(Keys(store, f"{PREFIX}/{job}", secret, _COUNTED_OUT_S))
-        self._address = hosts.own_address(meeting.host) or meeting.host  # this host's, among the agents
+        self._address = hosts.own_address(rendezvous.host) or rendezvous.host  # this host's, among the agents
         # Enough to find out that a node is lost, and to wait for latecomers.
         self._patience_s = max(parallel.timeout, _COUNTED_OUT_S + _LAST_CALL_S + 2 * _KEEP_ALIVE_S)
         times = dynamic.RendezvousTimeout(timedelta(seconds=self._patience_s), timedelta(seconds=_LAST_CALL_S))
@@ -151,7 +151,7 @@ class _Agent:
         self._has_asked = False
 
     def run(self, payload: bytes) -> Any | None:
-        """Return rank 0's value, if here, once all ranks are done."""
+        """Return rank 0's value, if local, once all ranks are done."""
         cause: Failure | None = None
         is_stopped = False
         try:
@@ -161,13 +161,13 @@ class _Agent:
                     ended = supervisor.run(places, payload, door, lambda: self._look(supervisor))
                     if not isinstance(ended, Failure):
                         shared.write(f"done/{places[0].node}", "1")
-                        if self._meeting.hosted:  # the others need the store
+                        if self._rendezvous.hosted:  # the others need the store
                             shared.await_all([f"done/{node}" for node in range(places[0].nodes)], _OTHERS_S)
                         return value_of(ended)
                     cause = ended
                     if not supervisor.starts_again(cause):
                         raise cause.error()
-                    supervisor.keep(self._meeting.keys.read(f"{self._job}/lasting/{FOLDER}"))
+                    supervisor.keep(self._rendezvous.keys.read(f"{self._job}/lasting/{FOLDER}"))
         except (Stopped, KeyboardInterrupt):
             is_stopped = True  # a node that is stopped leaves; one that is done, or has failed, ends the job
             raise
@@ -175,7 +175,7 @@ class _Agent:
             is_stopped = supervisor.insisted
             raise
         except rendezvous.RendezvousGracefulExitError:
-            say(f"{self._meeting.where}: the job has ended, and this node was not needed.")
+            say(f"{self._rendezvous.where}: the job has ended, and this node was not needed.")
             return None
         except (rendezvous.RendezvousError, RuntimeError, TimeoutError) as error:
             raise self._told(error, cause) from error
@@ -185,12 +185,12 @@ class _Agent:
                     self._handler.shutdown()
 
     def _agree(self) -> tuple[list[Topology], Door, Keys]:
-        """Agree on the nodes that take part; return this node's ranks, and where they meet."""
+        """Agree on the participating nodes; return this node's ranks, door and keys."""
         for left in reversed(range(_AGREEING)):
             late: Exception = TimeoutError()
             try:
                 info = bounded.within(self._patience_s + _OTHERS_S, self._handler.next_rendezvous, "rendezvous")
-                # Now, since one that gives up waiting below, and comes again, would be taken for another one.
+                # Now: a node that gives up waiting below, and comes again, would count as another node.
                 self._first, self._has_asked = (self._state.round, self._state.nodes), False
                 # A wait occupies its connection: on the agent's own it would silence this node's heartbeats.
                 shared = Keys(info.store, PREFIX, self._secret).clone(limit_s=_COUNTED_OUT_S)
@@ -210,11 +210,11 @@ class _Agent:
         places = Topology.of_node(
             self._here, first=sum(ranks[: info.rank]), size=sum(ranks), node=info.rank, nodes=info.world_size
         )
-        host, port, start = self._meeting.host, self._meeting.port, shared.put("start", secrets.token_hex(8))
+        host, port, start = self._rendezvous.host, self._rendezvous.port, shared.put("start", secrets.token_hex(8))
         return places, Door(host=host, port=port, secret=self._secret, job=self._job, start=start, served=True), shared
 
     def _look(self, supervisor: Supervisor) -> Failure | None:
-        """Return the failure of a node that was lost; save where one waits to be taken in."""
+        """Return the failure of a lost node. Ask the ranks to save and stop if a new node waits."""
         if time.monotonic() < self._looked_s + _LOOK_S:
             return None
         self._looked_s = time.monotonic()
@@ -228,7 +228,7 @@ class _Agent:
                     f"The other nodes heard nothing of this one ({socket.gethostname()}, {self._address}) for "
                     f"{_COUNTED_OUT_S} s, and have given it up"
                 )
-            return Failure(0, "", f"{lost}; {failures.again(self._config)}.", "")
+            return Failure(0, "", f"{lost}; {failures.resume_hint(self._config)}.", "")
         if is_waited and not self._has_asked:
             self._has_asked = True
             say("Another node has come: the ranks save, and start again with it.")
@@ -236,12 +236,12 @@ class _Agent:
         return None
 
     def _told(self, error: Exception, cause: Failure | None) -> Exception:
-        where, nodes, again = self._meeting.where, self._config.parallel.nodes, failures.again(self._config)
+        where, nodes, hint = self._rendezvous.where, self._config.parallel.nodes, failures.resume_hint(self._config)
         is_late, patience_s = isinstance(error, rendezvous.RendezvousTimeoutError), self._patience_s
         if is_late and cause is None:
             return RequestError(
                 f"{where}: fewer than --nodes {nodes} came within {patience_s:g} s; start the command on every node, "
-                f"or raise --timeout{self._meeting.caution}."
+                f"or raise --timeout{self._rendezvous.caution}."
             )
         if isinstance(error, Unanswered) or isinstance(error.__cause__, Unanswered):
             return RunError(
@@ -255,4 +255,4 @@ class _Agent:
             return cause.error()  # where ranks had saved and stopped, another node was asked to, and does not come back
         ended = "the agent of another node has ended the job, or cannot be reached any more: see its own message"
         few = f"fewer than --nodes {nodes} are left, and no others came within {patience_s:g} s"
-        return RunError(f"{where}: {few if is_late else ended}; {again}.")
+        return RunError(f"{where}: {few if is_late else ended}; {hint}.")

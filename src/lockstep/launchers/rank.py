@@ -1,4 +1,4 @@
-"""What every rank does: meet the others, take a device, run, leave.
+"""A rank's course: meet the others, take a device, run, leave.
 
 These functions run in the rank's own process, may read and set its environment, and import torch when they are called.
 """
@@ -25,13 +25,13 @@ from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures, output, tracebacks
 from ..monitor.failures import Failure, RankLostError
 from ..monitor.notes import Notes
-from ..monitor.progress import Pulse
-from ..monitor.watchdog import Watch
+from ..monitor.progress import Progress
+from ..monitor.watchdog import Watchdog
 from ..world.topology import Topology
 from . import hosts, rollcall
 from .devices import Entry, drives_all, gpu_ids, gpu_index
-from .rollcall import Claim
-from .stores import Meeting
+from .rollcall import Member
+from .stores import Rendezvous
 from .variables import having, unset
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from ..world.world import World
 
 Tell = Callable[[Failure], None]
-"""Passes on why this process is about to end, where no error can be raised any more."""
-_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watchdog, which knows who is at work, ends a wait in vain
+"""Reports why this process is about to end, where no error can be raised any more."""
+_PATIENCE_S = 30 * 24 * 3600.0  # of a collective: the watchdog, which knows the ranks' progress, ends a wait in vain
 _DIALS = 5  # gloo tries so often to reach a peer, each time for the whole time-out (seen: 50 s where 10 were given)
 _LEAST_BEAT_S, _BEAT_S, _BEAT_IN_MEMORY_S = 0.1, 1.0, 10.0  # each makes the memory fuller
 _ANSWER_S = (1.0, 10.0)  # for the store that takes heartbeats: a part of --stall-timeout
@@ -55,19 +55,19 @@ _FLUSH_S = 0.5
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank has before it forms the world."""
+    """A rank's config, place, device and store before it forms the world."""
 
     config: RunConfig
     topology: Topology
     device: torch.device
     store: Store
-    """One that all ranks share."""
+    """Shared by all ranks."""
     notes: Notes
-    pulse: Pulse
+    progress: Progress
 
     def run(self, entry: Entry) -> Any | None:
         """Run the entry; return its value on rank 0, else None (*collective*)."""
-        if forms_world := getattr(entry, "before_world", None):  # the doctor's, who says why there can be none
+        if forms_world := getattr(entry, "before_world", None):  # the doctor's, which reports why no world can form
             value = forms_world(self.config, self.topology, self.device, self.store)
         else:
             with self.world() as world:
@@ -76,22 +76,22 @@ class Seat:
 
     @contextlib.contextmanager
     def world(self) -> Iterator[World]:
-        """Form the world, and leave it at the end of the block (*collective*)."""
+        """Form the world; leave it at the block's end (*collective*)."""
         from ..world.world import World
 
-        parallel, topology, pulse = self.config.parallel, self.topology, self.pulse
+        parallel, topology, progress = self.config.parallel, self.topology, self.progress
         if topology.size == 1:
-            yield World(topology, self.device, pulse=pulse, notes=self.notes)
+            yield World(topology, self.device, progress=progress, notes=self.notes)
             return
         try:
-            with pulse.during("forming the process group"):  # where a store may be waited for that answers no more
+            with progress.during("forming the process group"):  # where a store may be waited for that answers no more
                 world = World.join(
                     topology,
                     self.device,
                     self.store,
                     timeout_s=_PATIENCE_S,
                     form_s=parallel.timeout / _DIALS,
-                    pulse=pulse,
+                    progress=progress,
                     notes=self.notes,
                     collectives=parallel.collectives,
                 )
@@ -114,85 +114,96 @@ class Seat:
 
 @contextlib.contextmanager
 def met(
-    config: RunConfig, env: Mapping[str, str], meeting: Meeting, topology: Topology, *, knows_node: bool, tell: Tell
+    config: RunConfig,
+    env: Mapping[str, str],
+    rendezvous: Rendezvous,
+    topology: Topology,
+    *,
+    knows_node: bool,
+    tell: Tell,
 ) -> Iterator[Seat]:
-    """Meet the other ranks, be one of them in the block, leave (*collective*).
+    """Meet the other ranks; yield this rank's seat; leave (*collective*).
 
-    Where whoever started this rank does not know its node, `topology` has only rank and size; nodes and local ranks
-    then follow from the ranks' hosts. Raises `RankLostError` for an error of the block that is an echo of a lost rank,
-    where that one is known.
+    Without `knows_node`, `topology` has only rank and size; nodes and local ranks then follow from the ranks' hosts.
+    Raises `RankLostError` for an error of the block that is an echo of a lost rank, where that rank is known.
     """
     parallel, index = config.parallel, topology.rank
-    mine = Claim(
+    mine = Member(
         rank=index,
         size=topology.size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
         drives_all=drives_all(parallel),
-        addresses=hosts.own_addresses(meeting.host or hosts.ANYWHERE, parallel.interface),
+        addresses=hosts.own_addresses(rendezvous.host or hosts.ANYWHERE, parallel.interface),
         interface=parallel.interface,
     )
     with contextlib.ExitStack() as kept:
-        if meeting.file is not None:
-            kept.callback(meeting.file.unlink, missing_ok=True)
-        claims = rollcall.take(meeting, mine, parallel.timeout)
-        # What tells these processes from any others at the store.
-        start = hashlib.sha256("".join(claim.nonce for claim in claims).encode()).hexdigest()[:16]
-        topology, pulse = topology if knows_node else rollcall.place(claims, mine), Pulse()
-        watch = start_watch(config, meeting, start, [claim.host for claim in claims], index, pulse, tell)
+        if rendezvous.file is not None:
+            kept.callback(rendezvous.file.unlink, missing_ok=True)
+        members = rollcall.take(rendezvous, mine, parallel.timeout)
+        # Tells these processes from any others at the store.
+        start = hashlib.sha256("".join(member.nonce for member in members).encode()).hexdigest()[:16]
+        topology, progress = topology if knows_node else rollcall.place(members, mine), Progress()
+        watchdog = start_watchdog(config, rendezvous, start, [member.host for member in members], index, progress, tell)
         try:
             if not knows_node:
                 check_agrees(parallel, topology, _CAME)
-            bound_to = _bound_to(rollcall.interface(claims, mine)) if topology.size > 1 else {}
+            bound_to = _bound_to(rollcall.interface(members, mine)) if topology.size > 1 else {}
             kept.enter_context(having(bound_to | variables(config)))
-            device = take_device(config, env, topology, sharing=rollcall.sharing(claims, mine))
+            device = take_device(config, env, topology, sharing=rollcall.sharing(members, mine))
             from .._torch import PrefixStore
 
-            store = PrefixStore(f"group/{start}", meeting.keys.store)
-            yield Seat(config, topology, device, store, meeting.notes, pulse)
+            store = PrefixStore(f"group/{start}", rendezvous.keys.store)
+            yield Seat(config, topology, device, store, rendezvous.notes, progress)
         except BaseException as error:
-            watch.give_way()
+            watchdog.give_way()
             if isinstance(error, Exception) and failures.is_echo(error):
-                if sentence := watch.lost():
-                    raise RankLostError(f"{sentence}; {failures.again(config)}.") from error
+                if sentence := watchdog.lost():
+                    raise RankLostError(f"{sentence}; {failures.resume_hint(config)}.") from error
             elif isinstance(error, Exception | SystemExit) and not isinstance(error, Stopped | RankLostError):
-                watch.tell(failures.describe(error, index).sentence.removesuffix("."))
+                watchdog.tell(failures.describe(error, index).sentence.removesuffix("."))
             raise
-        watch.leave(_LEAVE_S)
+        watchdog.leave(_LEAVE_S)
 
 
-def start_watch(
-    config: RunConfig, meeting: Meeting, start: str, nodes: Sequence[str], rank: int, pulse: Pulse, tell: Tell
-) -> Watch:
+def start_watchdog(
+    config: RunConfig,
+    rendezvous: Rendezvous,
+    start: str,
+    nodes: Sequence[str],
+    rank: int,
+    progress: Progress,
+    tell: Tell,
+) -> Watchdog:
     """Return a watchdog over ranks that have met."""
     stall_s = config.parallel.stall_timeout
     # An interactive session that is alone is the user's, who sees that nothing moves; so is one of other threads.
     is_ours = not hasattr(sys, "ps1") and threading.current_thread() is threading.main_thread()
-    return Watch(
-        pulse,
-        lambda: meeting.keys.clone(f"world/{start}/watch", min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
+    return Watchdog(
+        progress,
+        lambda: rendezvous.keys.clone(f"world/{start}/watch", min(max(stall_s / 4, _ANSWER_S[0]), _ANSWER_S[1])),
         rank=rank,
         nodes=nodes,
-        server=None if meeting.outlives else 0,
-        is_served=meeting.is_served,
+        server=None if rendezvous.outlives else 0,
+        is_served=rendezvous.is_served,
         stall_timeout_s=stall_s,
-        beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if meeting.port else _BEAT_IN_MEMORY_S),
-        ends=functools.partial(_end, config, pulse, tell) if len(nodes) > 1 or is_ours else lambda *_: None,
+        beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if rendezvous.port else _BEAT_IN_MEMORY_S),
+        ends=functools.partial(_end, config, progress, tell) if len(nodes) > 1 or is_ours else lambda *_: None,
     )
 
 
-def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Failure) -> NoReturn:
-    """End this process, for which the watchdog knows why."""
-    failure = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.again(config)}.")
+def _end(config: RunConfig, progress: Progress, tell: Tell, watchdog: Watchdog, failure: Failure) -> NoReturn:
+    """End this process with the watchdog's failure."""
+    failure = dataclasses.replace(failure, sentence=f"{failure.sentence}; {failures.resume_hint(config)}.")
     workers = multiprocessing.active_children()
     try:
         tracebacks.ask(worker.pid for worker in workers)
-        if pulse.folder is not None:
-            write = functools.partial(failures.write, failure, pulse.folder / "failures")
+        if progress.folder is not None:
+            write = functools.partial(failures.write, failure, progress.folder / "failures")
             with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
                 bounded.within(_WRITE_S, write, "failures")
         tell(failure)
-        watch.let_others_hear()
+        watchdog.let_others_hear()
         with contextlib.suppress(bounded.Late):
             bounded.within(_FLUSH_S, output.flush, "last words")
         for worker in workers:  # which would look for this process for seconds
@@ -202,7 +213,7 @@ def _end(config: RunConfig, pulse: Pulse, tell: Tell, watch: Watch, failure: Fai
 
 
 def close_soon(world: World) -> None:
-    """Leave the world after a failure, which the others notice; not for long."""
+    """Leave the world after a failure, within 1 s. The other ranks notice."""
     with contextlib.suppress(Exception):
         bounded.within(_CLOSE_S, world.close, "leaving")
 
@@ -234,7 +245,7 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables that torch is to find in a rank."""
+    """Return the environment variables to set for torch in a rank."""
     # With torch 2.15's new backend for NCCL the backward pass waits for each of DDP's exchanges, by its code.
     wanted = unset({"TORCH_DIST_USE_NCCL2": "0"})
     if config.precision.deterministic:
@@ -267,7 +278,7 @@ def bound() -> str:
 
 
 def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str]) -> None:
-    """Raise where flags, compared with what is in `names`, ask for another world."""
+    """Raise `RequestError` where the flags in `names` contradict the found world."""
     for flag, wanted, has in (
         ("--world-size", asked.world_size, found.size),
         ("--rank", asked.rank, found.rank),
@@ -283,7 +294,7 @@ def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str
 
 @contextlib.contextmanager
 def teller() -> Iterator[Tell]:
-    """Give what tells a failure on today's stderr, later perhaps a file."""
+    """Yield a function that reports failures to the present stderr. Later, stderr may be a file."""
     with contextlib.ExitStack() as kept:
         console = -1
         with contextlib.suppress(OSError):  # the command was started with `2>&-`
@@ -293,7 +304,7 @@ def teller() -> Iterator[Tell]:
 
 
 def vanish(error: BaseException) -> NoReturn:
-    """End this process, which failed with `error` and has said so."""
+    """End this process, whose failure with `error` is already reported."""
     # The entry's variables go, and with them data workers, which end in order and remove their files.
     traceback.clear_frames(error.__traceback__)
     # Nothing that is left may hang: not a collective of a lost world, not a thread of the user's.

@@ -1,9 +1,9 @@
-"""Ranks on the nodes of a Ray cluster: Ray starts one command on each, which starts its ranks as on one host.
+"""Ranks on the nodes of a Ray cluster. Ray starts one process on each, which starts its ranks as on one host.
 
---nodes and --devices say what is taken of the cluster: as many nodes, with so many GPUs (or processors) on each. This
-process is the driver: it needs no GPU and imports no torch, shows what rank 0's node prints, passes Ctrl-C on, and
+--nodes and --devices set the share of the cluster: so many nodes, with so many GPUs (or processors) on each. This
+process is the driver: it needs no GPU and imports no torch, shows the output of rank 0's node, passes Ctrl-C on, and
 raises the first cause when a rank fails. Ray runs an actor's methods in threads, where Python hears no signals: so each
-node's actor starts a process (`serve`), in which the supervisor and its ranks are what they are under other launchers.
+node's actor starts a process (`serve`) with the supervisor and its ranks, as under other launchers.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _READ_BYTES = 1 << 16
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Start the ranks on the cluster, wait for all of them, and return rank 0's value.
+    """Run the ranks on the cluster; return rank 0's value.
 
-    `config` is not resolved yet: what `auto` comes to depends on the cluster's nodes. Raises the error of the rank that
-    failed first, and `RequestError` for what the cluster does not give within --timeout.
+    `config` is not resolved yet: `auto` depends on the cluster's nodes. Raises the error of the rank that failed first,
+    and `RequestError` where the cluster does not give the resources within --timeout.
     """
     if gpus := config.parallel.gpus:
         raise RequestError(f"--gpus {gpus}: under --launcher ray, Ray chooses each rank's GPUs; give --devices.")
@@ -70,7 +70,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
 
 @contextlib.contextmanager
 def _cluster(address: str) -> Iterator[None]:
-    """Be a driver of the cluster within the block; a cluster that the user's script has joined is kept."""
+    """Connect to the cluster within the block. An earlier connection of the user's script is kept."""
     import ray
 
     if ray.is_initialized():
@@ -93,14 +93,14 @@ def _cluster(address: str) -> Iterator[None]:
 
 
 def _resources(unit: str) -> list[float]:
-    """Return the GPUs or CPUs of each node that is alive, the most first."""
+    """Return each live node's number of GPUs or CPUs, in descending order."""
     import ray
 
     return sorted((node["Resources"].get(unit, 0) for node in ray.nodes() if node["Alive"]), reverse=True)
 
 
 def _resolved(asked: ParallelConfig) -> ParallelConfig:
-    """Return `asked` with strategy, accelerator and devices as the cluster has them."""
+    """Return `asked` with strategy, accelerator and devices resolved for the cluster."""
     gpus = _resources("GPU")
     on_gpus = asked.accelerator == "cuda" or (asked.accelerator == "auto" and gpus[0] >= 1)
     least = gpus[min(asked.nodes, len(gpus)) - 1]  # of the nodes that would be taken
@@ -116,9 +116,9 @@ def _resolved(asked: ParallelConfig) -> ParallelConfig:
 
 @contextlib.contextmanager
 def _actors(parallel: ParallelConfig) -> Iterator[tuple[list[Any], list[tuple[str, str, int]]]]:
-    """Hold an actor on each node, with its devices, and give what each says of `where` it is.
+    """Start an actor with devices on each node; yield (actors, their `where`).
 
-    On leaving the block none is left, nor what it started. Raises `RequestError` where Ray does not start them in time.
+    Kills them and all their processes at the end. Raises `RequestError` where Ray does not start them within --timeout.
     """
     import ray.exceptions
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -161,7 +161,7 @@ class _Job:
         here = (parallel.devices or 1) if kind(parallel.strategy).process_per_device else 1
         door = Door(host=found[0][0], port=found[0][2], secret=secrets.token_bytes(32)) if nodes > 1 else None
         paths, folder = [str(Path(path).absolute()) for path in sys.path], str(Path.cwd())
-        self._actors, self._here, self._again = actors, here, failures.again(config)
+        self._actors, self._here, self._resume_hint = actors, here, failures.resume_hint(config)
         self._names = [f" on node {address} ({name})" for address, name, _ in found]
         self._ended: dict[int, bytes | Failure] = {}
         self._waiting: dict[Any, int] = {}
@@ -173,7 +173,7 @@ class _Job:
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._shown]
 
     def value(self) -> Any:
-        """Wait until all ranks are done; return rank 0's value, or raise the first cause."""
+        """Await all ranks; return rank 0's value or raise the first cause."""
         import ray
 
         interrupts, told = Interrupts(), list[Any]()
@@ -196,8 +196,8 @@ class _Job:
                 if not causes:
                     since_s = time.monotonic()
                 causes = [ended for ended in self._ended.values() if isinstance(ended, Failure)]
-                # After a failure the others are heard a moment longer: the loudest is not always the first. Where ranks
-                # have but lost others, it is longer, since Ray tells late of a node that was lost.
+                # After a failure the others are heard a moment longer: the first report is not always the first cause.
+                # After echoes alone, the wait is longer, since Ray reports a lost node late.
                 is_open = all(cause.is_echo or cause.kind == Stopped.__name__ for cause in causes)
                 if causes and time.monotonic() - since_s > (_LEAVE_S if is_open else _LISTEN_S):
                     break
@@ -212,12 +212,12 @@ class _Job:
             ended: bytes | Failure = ray.get(result)
         except ray.exceptions.RayError as error:
             ranks = range(node * self._here, (node + 1) * self._here)
-            how = f"{self._names[node]} died ({failures.one_line(error)}); {self._again}."
+            how = f"{self._names[node]} died ({failures.one_line(error)}); {self._resume_hint}."
             ended = Failure(ranks[0], "", f"{ranks_in_short(ranks).capitalize()}{how}", "")
         return ended
 
     def _show(self) -> None:
-        """Print what rank 0's node has printed since."""
+        """Print the new output of rank 0's node."""
         import ray.exceptions
 
         for number, stream in enumerate((sys.stdout, sys.stderr)):
@@ -228,14 +228,14 @@ class _Job:
 
 
 class Node:
-    """One node's process, and what it has printed. Ray makes an actor of this, which imports no torch."""
+    """One node's process and its output. Ray makes an actor of this, which imports no torch."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._files = [tempfile.TemporaryFile() for _ in range(2)]
 
     def where(self) -> tuple[str, str, int]:
-        """Return this node's address, as Ray knows it, its name, and a port that is free there."""
+        """Return this node's address (as Ray knows it), name and free port."""
         import ray.util
 
         address = ray.util.get_node_ip_address()
@@ -243,7 +243,7 @@ class Node:
             return address, socket.gethostname(), free.getsockname()[1]
 
     def run(self, spec: bytes, folder: str) -> bytes | Failure:
-        """Run this node's ranks in `folder` by what `serve` takes; return how they ended."""
+        """Run this node's ranks in `folder`; return their pickled value or failure. `spec` is what `serve` reads."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         ours, theirs = Pipe()
         with ours:
@@ -275,12 +275,12 @@ class Node:
         self._child.terminate()
 
     def printed(self, number: int, start: int) -> bytes:
-        """Return what the process has printed to stdout (0) or stderr (1) from a byte on."""
+        """Return the process's stdout (0) or stderr (1) from byte `start` on."""
         return os.pread(self._files[number].fileno(), _READ_BYTES, start)  # which leaves the child's own place there
 
 
 def serve(descriptor: int) -> None:
-    """Be one node's process: run its ranks as the actor asks through a pipe, and answer how they ended."""
+    """Run one node's ranks for its actor. Reads their spec from the pipe `descriptor`, and sends the outcome back."""
     pipe = Connection(descriptor)
     paths, places, config, payload, door, where = pickle.loads(pipe.recv_bytes())  # from the actor, our parent
     threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()

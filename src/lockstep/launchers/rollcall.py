@@ -1,9 +1,9 @@
-"""The roll call: each rank learns of all others, by a few requests.
+"""The roll call: each rank learns of all others in few requests.
 
-Rank 0 opens a *call*: its claim (host, process, world size, GPUs) with a nonce. Each other rank answers that call with
-its own claim, which can be made once. Rank 0 gives the *verdict*: all claims, or what is wrong with them; whoever finds
-a fault, such as a rank claimed twice or absent, gives it instead, so that all fail with one sentence. Where an agent
-keeps the store, an earlier start's call may lie there: its verdict is given, and another call will come.
+Rank 0 opens a *call*: itself as a member (host, process, world size, GPUs), with a nonce. Each other rank answers that
+call with its own member, once. Rank 0 gives the *verdict*: all members, or their fault. Another rank that finds a
+fault, such as a rank claimed twice or absent, gives the verdict instead, so that all fail with one sentence. An agent's
+store may still hold an earlier start's call: that one has its verdict, and another call will come.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..versions import version_of
 from ..world.topology import Topology
 from . import hosts
 from .devices import of_rank
-from .stores import WAIT, Meeting
+from .stores import WAIT, Rendezvous
 
 _WAIT_S, _LEAD_WAIT_S = 5.0, 1.0  # for an answer of the store; rank 0 then looks whether another one found a fault
 _LOOK_S = 0.1
@@ -34,22 +34,22 @@ _HEAR_S = 1.0  # for the others to hear of a fault from a store that ends with t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What a process says of itself at the roll call."""
+class Member:
+    """A process's report of itself at the roll call."""
 
     rank: int
     size: int
     accelerator: str
     gpus: tuple[str, ...] = ()
-    """Identities of the GPUs that the process may take, by local rank; a single one is taken by whoever names it."""
+    """UUIDs of the GPUs that the process may use, by local rank; a single one is used whatever the local rank."""
     drives_all: bool = False
-    """Whether it takes all of these GPUs, whatever its local rank."""
+    """Whether the process uses all of these GPUs, whatever its local rank."""
     addresses: tuple[str, ...] = ()
     """Addresses of this host, the one that others most likely reach first."""
     interface: str = ""
     """The network interface that the process was told to use, whose addresses these are; "" for any."""
     processors: tuple[int, ...] = field(default_factory=hardware.processors)
-    """Those that the process may run on, by the host's numbers."""
+    """The processors that the process may run on, by the host's numbers."""
     host: str = field(default_factory=socket.gethostname)
     network: str = field(default_factory=hosts.network)
     boot: str = field(default_factory=hosts.boot)
@@ -64,52 +64,52 @@ class Claim:
 
     @property
     def node(self) -> tuple[str, str, str]:
-        """What ranks share that reach one another without leaving the host."""
+        """(host, boot, network): equal for ranks that share a host's network."""
         return self.host, self.boot, self.network
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Claim:
-        """Return the claim of a dict, perhaps by a version with other fields."""
+    def of(cls, values: dict[str, Any]) -> Member:
+        """Return the member from a dict. Ignores unknown fields, as of another version."""
         known = {each.name for each in fields(cls)}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{name: value for name, value in {**values, **lists}.items() if name in known})
 
 
-def take(meeting: Meeting, mine: Claim, timeout_s: float) -> tuple[Claim, ...]:
-    """Return the claims of all ranks once they have come (*collective*).
+def take(rendezvous: Rendezvous, mine: Member, timeout_s: float) -> tuple[Member, ...]:
+    """Return the members of all ranks once they have come (*collective*).
 
     Raises `RequestError`, on every rank that can know, if a rank is missing after `timeout_s` seconds or claimed twice,
     or if ranks were started with different versions, world sizes, accelerators, or the same GPU.
     """
-    call = _Call(meeting, mine, timeout_s)
+    call = _Call(rendezvous, mine, timeout_s)
     try:
-        claims = call.lead() if mine.rank == 0 else call.answer()
-        meeting.keys.store.set_timeout(WAIT)
-        return claims
+        members = call.lead() if mine.rank == 0 else call.answer()
+        rendezvous.keys.store.set_timeout(WAIT)
+        return members
     except (RequestError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             with contextlib.suppress(RequestError, RuntimeError):
                 call.interrupted()
-        if meeting.hosted:
+        if rendezvous.hosted:
             time.sleep(_HEAR_S)
         raise
     except RuntimeError as error:  # the store's own: its server has gone
         raise AbsentError(
-            f"{meeting.where}: the store went away during the roll call ({type(error).__name__}); rank 0, or the agent "
-            "that serves it, has ended: see its own message."
+            f"{rendezvous.where}: the store went away during the roll call ({type(error).__name__}); rank 0, or the "
+            "agent that serves it, has ended: see its own message."
         ) from error
 
 
 class _Call:
     """One rank's part in the roll call."""
 
-    def __init__(self, meeting: Meeting, mine: Claim, timeout_s: float) -> None:
-        self._meeting, self._keys, self._mine, self._timeout_s = meeting, meeting.keys, mine, timeout_s
+    def __init__(self, rendezvous: Rendezvous, mine: Member, timeout_s: float) -> None:
+        self._rendezvous, self._keys, self._mine, self._timeout_s = rendezvous, rendezvous.keys, mine, timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._nonce = mine.nonce if mine.rank == 0 else ""
         """Of the call."""
 
-    def lead(self) -> tuple[Claim, ...]:
+    def lead(self) -> tuple[Member, ...]:
         places = self._places()
         self._keys.write(places[0], _json(self._mine))
         self._keys.write("call", _json(self._mine))
@@ -118,29 +118,29 @@ class _Call:
             if time.monotonic() >= self._deadline:
                 raise self._fault(self._absent())
             time.sleep(_LOOK_S)
-        claims = [Claim.of(json.loads(text)) for text in texts]
+        members = [Member.of(json.loads(text)) for text in texts]
         try:
-            check_together(claims)
+            check_together(members)
         except RequestError as error:
             self._fault(error)
             raise
-        found = json.dumps({"claims": [asdict(claim) for claim in claims]})
+        found = json.dumps({"claims": [asdict(member) for member in members]})
         return self._read(self._keys.put(self._verdict, found) or found)
 
-    def answer(self) -> tuple[Claim, ...]:
+    def answer(self) -> tuple[Member, ...]:
         called = ""
         conflict: RequestError | None = None
         while time.monotonic() < self._deadline:
             text = "".join(self._await(["call"], _WAIT_S))
             if text and text != called:
-                called, lead, outlives = text, Claim.of(json.loads(text)), self._meeting.outlives
+                called, lead, outlives = text, Member.of(json.loads(text)), self._rendezvous.outlives
                 is_old = outlives and self._keys.check([f"verdict/{lead.nonce}"])
                 self._nonce = "" if is_old else lead.nonce
                 conflict = None if is_old else self._claim(lead)
                 if conflict and not outlives:  # else the call may be that of a start which ended early
                     raise self._fault(conflict)
-            if self._nonce and (claims := self._read("".join(self._await([self._verdict], _WAIT_S)))):
-                return claims
+            if self._nonce and (members := self._read("".join(self._await([self._verdict], _WAIT_S)))):
+                return members
             time.sleep(_LOOK_S)
         raise self._fault(conflict or self._absent())
 
@@ -148,7 +148,7 @@ class _Call:
         """Tell the others that this rank was stopped."""
         self._keys = self._keys.clone()  # a request may wait on the other connection
         who = f"rank {self._mine.rank} ({self._mine.who})"
-        told = f"{self._meeting.where}: {who} was stopped while it waited for the others; start all ranks again."
+        told = f"{self._rendezvous.where}: {who} was stopped while it waited for the others; start all ranks again."
         self._fault(AbsentError(told))
 
     @property
@@ -161,15 +161,15 @@ class _Call:
     def _await(self, keys: list[str], most_s: float) -> list[str]:
         return self._keys.await_all(keys, min(most_s, max(_LOOK_S, self._deadline - time.monotonic())))
 
-    def _claim(self, lead: Claim) -> RequestError | None:
-        """Answer rank 0's call; return what is wrong."""
-        mine, where = self._mine, self._meeting.where
+    def _claim(self, lead: Member) -> RequestError | None:
+        """Answer rank 0's call; return the fault, if any."""
+        mine, where = self._mine, self._rendezvous.where
         if lead.size != mine.size:
             return RequestError(
                 f"{where}: the ranks disagree on the world size: rank 0 ({lead.who}) says {lead.size}, rank "
                 f"{mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size."
             )
-        holder = Claim.of(json.loads(self._keys.put(self._places()[mine.rank], _json(mine)) or _json(mine)))
+        holder = Member.of(json.loads(self._keys.put(self._places()[mine.rank], _json(mine)) or _json(mine)))
         if holder.nonce == mine.nonce:
             return None
         return RequestError(
@@ -183,30 +183,30 @@ class _Call:
         count = f"{sum(came)} of {self._mine.size} ranks came" if self._nonce else "rank 0 did not come"
         missing = ranks_in_short(absent) if absent else "an answer of rank 0"
         return AbsentError(
-            f"{self._meeting.where}: {count} within --timeout {self._timeout_s:g} s; missing: {missing}; start every "
-            f"rank, or raise --timeout{self._meeting.caution}."
+            f"{self._rendezvous.where}: {count} within --timeout {self._timeout_s:g} s; missing: {missing}; start "
+            f"every rank, or raise --timeout{self._rendezvous.caution}."
         )
 
     def _fault(self, error: RequestError) -> RequestError:
-        """Raise the verdict, this error unless one is given; return the error where that goes on without this rank."""
+        """Raise the verdict, by default `error`; return `error` where others went on."""
         if self._nonce:
             verdict = {"absent": isinstance(error, AbsentError), "fault": str(error)}
             self._read(self._keys.put(self._verdict, json.dumps(verdict)))
-        return error  # the others have gone on, and this rank was none of them
+        return error  # the others have gone on without this rank
 
-    def _read(self, told: str) -> tuple[Claim, ...]:
-        """Return a verdict's claims, () without this rank; raise its fault."""
+    def _read(self, told: str) -> tuple[Member, ...]:
+        """Return a verdict's members, () without this rank; raise its fault."""
         found = json.loads(told) if told else {"claims": []}
         if "fault" in found:
             raise (AbsentError if found["absent"] else RequestError)(found["fault"])
-        claims = tuple(map(Claim.of, found["claims"]))
-        return claims if any(claim.nonce == self._mine.nonce for claim in claims) else ()
+        members = tuple(map(Member.of, found["claims"]))
+        return members if any(member.nonce == self._mine.nonce for member in members) else ()
 
 
-def place(claims: Sequence[Claim], mine: Claim) -> Topology:
-    """Return this rank's topology, by the hosts of the claims."""
-    nodes = list(dict.fromkeys(claim.node for claim in claims))
-    here = [claim.rank for claim in claims if claim.node == mine.node]
+def place(members: Sequence[Member], mine: Member) -> Topology:
+    """Return this rank's topology, by the hosts of the members."""
+    nodes = list(dict.fromkeys(member.node for member in members))
+    here = [member.rank for member in members if member.node == mine.node]
     return Topology(
         rank=mine.rank,
         size=mine.size,
@@ -217,21 +217,23 @@ def place(claims: Sequence[Claim], mine: Claim) -> Topology:
     )
 
 
-def sharing(claims: Sequence[Claim], mine: Claim) -> int:
-    """Return how many ranks may run on processors of this one's."""
-    here = [set(claim.processors) for claim in claims if claim.boot == mine.boot]
+def sharing(members: Sequence[Member], mine: Member) -> int:
+    """Return how many ranks may run on this rank's processors."""
+    here = [set(member.processors) for member in members if member.boot == mine.boot]
     return max(1, sum(not each.isdisjoint(mine.processors) for each in here))
 
 
-def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
+def interface(members: Sequence[Member], mine: Member) -> str | None:
     """Return the network interface for this rank's traffic; None for no route.
 
-    The one it was told, or loopback if all are on this host. Otherwise the one on the route to another host, since gloo
-    by itself takes what the host's name resolves to, often loopback; a host that was told an interface is followed.
+    The one given to this rank, or loopback if all are on this host. Otherwise the one on the route to another host,
+    since gloo by default takes the host name's address, often loopback; hosts with an interface given come first.
     """
     if mine.interface:
         return mine.interface
-    elsewhere = sorted((claim for claim in claims if claim.node != mine.node), key=lambda claim: not claim.interface)
+    elsewhere = sorted(
+        (member for member in members if member.node != mine.node), key=lambda member: not member.interface
+    )
     if not elsewhere:
         return "lo0" if sys.platform == "darwin" else "lo"
     # An address that both hosts have, such as that of a container bridge, leads nowhere.
@@ -240,34 +242,38 @@ def interface(claims: Sequence[Claim], mine: Claim) -> str | None:
     return next((name for name, addresses in hosts.interfaces().items() if own in addresses), None)
 
 
-def check_together(claims: Sequence[Claim]) -> None:
+def check_together(members: Sequence[Member]) -> None:
     """Raise `RequestError` if the ranks cannot be one world."""
     for what, facts, remedy in (
-        ("are of different versions of lockstep", [each.version for each in claims], "install one on every node"),
-        ("compute on different accelerators", [each.accelerator for each in claims], "give --accelerator on each rank"),
+        ("are of different versions of lockstep", [each.version for each in members], "install one on every node"),
+        (
+            "compute on different accelerators",
+            [each.accelerator for each in members],
+            "give --accelerator on each rank",
+        ),
     ):
-        if len(kinds := dict(zip(facts, claims, strict=True))) > 1:
-            words = " and ".join(f"{fact} (rank {claim.rank}, {claim.who})" for fact, claim in sorted(kinds.items()))
+        if len(kinds := dict(zip(facts, members, strict=True))) > 1:
+            words = " and ".join(f"{fact} (rank {member.rank}, {member.who})" for fact, member in sorted(kinds.items()))
             raise RequestError(f"The ranks {what}, {words}; {remedy}.")
-    users: dict[tuple[str, str], Claim] = {}
+    users: dict[tuple[str, str], Member] = {}
     seen: Counter[tuple[str, str, str]] = Counter()
-    for claim in claims:
-        local_rank = seen[claim.node]
-        seen[claim.node] += 1
-        mine = of_rank(claim.gpus, local_rank, drives_all=claim.drives_all)
-        if claim.gpus and not mine:
+    for member in members:
+        local_rank = seen[member.node]
+        seen[member.node] += 1
+        mine = of_rank(member.gpus, local_rank, drives_all=member.drives_all)
+        if member.gpus and not mine:
             raise RequestError(
-                f"Rank {claim.rank} ({claim.who}) is number {local_rank} of its node, which shows "
-                f"{len(claim.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
+                f"Rank {member.rank} ({member.who}) is number {local_rank} of its node, which shows "
+                f"{len(member.gpus)} GPUs; start at most as many ranks on a node as it has GPUs."
             )
         for gpu in mine:
-            other = users.setdefault((claim.boot, gpu), claim)
-            if other is not claim:
+            other = users.setdefault((member.boot, gpu), member)
+            if other is not member:
                 raise RequestError(
-                    f"Ranks {other.rank} and {claim.rank} on {claim.host} would share one GPU ({gpu}); "
+                    f"Ranks {other.rank} and {member.rank} on {member.host} would share one GPU ({gpu}); "
                     "give each its own with --gpus, or start fewer ranks on this node."
                 )
 
 
-def _json(claim: Claim) -> str:
-    return json.dumps(asdict(claim))
+def _json(member: Member) -> str:
+    return json.dumps(asdict(member))

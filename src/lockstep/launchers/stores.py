@@ -2,7 +2,7 @@
 
     memory     a file without a name, of the process that has started all ranks of its host: nobody else can open it
     tcp://     rank 0 serves the store at that address alone; or an agent does, and then it outlives the ranks
-    file://    holds rank 0's address, and a secret for whoever may read it; one that a dead run has left is harmless
+    file://    holds rank 0's address, and a secret for its readers; a file that a dead run has left is harmless
 
 torch's stores know no passwords, so each text in them bears a seal (see `monitor.keys`).
 """
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import files
 from ..errors import AbsentError, RequestError
-from ..files import ours
 from ..monitor import bounded
 from ..monitor.keys import SECRET, Keys
 from ..monitor.notes import Notes
@@ -44,7 +43,7 @@ WAIT = timedelta(seconds=60)
 _SECRET_BYTES = 32
 _RETRY_S = 0.2
 _PROBE_S = 5.0
-_SILENCE_S = 30  # for whoever connects to say something
+_SILENCE_S = 30  # for a new connection to send its first bytes
 _FILE_BYTES = 1 << 12
 _WHY_NOT = {
     errno.EADDRINUSE: "another process uses the port, such as a second rank 0; take another one on every rank",
@@ -54,8 +53,8 @@ _WHY_NOT = {
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """An open store, and how to speak of it."""
+class Rendezvous:
+    """An open store, and its name in messages."""
 
     keys: Keys
     where: str
@@ -66,16 +65,16 @@ class Meeting:
     """The host that serves the store, as the user or rank 0 names it."""
     port: int = 0
     file: Path | None = None
-    """What rank 0 removes at its end."""
+    """The file that rank 0 removes at its end."""
     outlives: bool = False
     """Whether an agent, or the process that has started the ranks, keeps the store: no rank serves it."""
     notes: Notes = field(default_factory=Notes)
-    """What outlives this start of the ranks."""
+    """Notes that outlive this start of the ranks."""
     caution: str = ""
-    """What may keep other ranks from coming, to end a sentence with."""
+    """Why other ranks may fail to come: a clause to end a sentence."""
 
     def is_served(self) -> bool:
-        """Return whether the store still has a server; torch shows stacks where it has none."""
+        """Return whether the store still has a server. torch prints stacks without one."""
         try:
             if self.port and not self.hosted:
                 socket.create_connection((self.host, self.port), _PROBE_S).close()
@@ -93,8 +92,8 @@ def import_torch() -> None:
 def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
     """Return the secret by which a job's ranks know one another.
 
-    LOCKSTEP_SECRET, or one of this user on this host; empty where nobody has given one and the ranks are on several
-    hosts, or have no home: they trust the network.
+    LOCKSTEP_SECRET, or one of this user on this host; empty where none is given and the ranks are on several hosts, or
+    have no home: they trust the network.
     """
     if given := env.get(SECRET, ""):
         return given.encode(errors="surrogateescape")
@@ -115,7 +114,7 @@ def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Path]:
-    """Hold an empty file in memory; give the path for this user's processes."""
+    """Hold an empty file in memory; yield its path. For this user's processes."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("lockstep-meeting")
         try:
@@ -130,7 +129,7 @@ def memory() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Door:
-    """Where a rank meets the others: in their parent's memory, at a file or at an address; a lone rank has none."""
+    """The ranks' meeting place: a parent's memory, a file or an address. A lone rank has none."""
 
     memory: Path | None = None
     file: Path | None = None
@@ -142,8 +141,8 @@ class Door:
     served: bool = False
     """Whether an agent serves the store."""
 
-    def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Meeting:
-        """Open the store for a rank; what is in its parent's memory has its parent's `notes`."""
+    def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Rendezvous:
+        """Open the store for a rank. One in the parent's memory has the parent's `notes`."""
         if self.memory is not None:
             return _in_memory(self.memory, notes or Notes())
         if self.file is not None:
@@ -157,21 +156,21 @@ class Door:
         )
 
 
-def _alone() -> Meeting:
+def _alone() -> Rendezvous:
     from .._torch import HashStore
 
-    return Meeting(Keys(HashStore(), PREFIX), "this process", outlives=True)
+    return Rendezvous(Keys(HashStore(), PREFIX), "this process", outlives=True)
 
 
-def _in_memory(path: Path, notes: Notes) -> Meeting:
+def _in_memory(path: Path, notes: Notes) -> Rendezvous:
     import_torch()
     from .._torch import FileStore
 
-    return Meeting(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True, notes=notes)
+    return Rendezvous(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True, notes=notes)
 
 
-def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
-    """Open the store that others connect to, on `host`'s address alone."""
+def serve(host: str, port: int, *, secret: bytes = b"") -> Rendezvous:
+    """Serve the store to the other ranks, on `host`'s address alone."""
     where = hosts.url(host, port)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -182,22 +181,22 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Meeting:
     import_torch()
     from .._torch import TCPStore
 
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux lets nobody in who says nothing, as those who scan ports
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux then accepts no silent connection, such as a port scanner's
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
     address, port = listener.getsockname()[:2]
     taken = listener.detach()
     store = TCPStore(address, port, is_master=True, master_listen_fd=taken, wait_for_workers=False, timeout=WAIT)
     keys, caution = Keys(store, PREFIX, secret), hosts.caution(host)
-    return Meeting(keys, where, hosted=True, host=address, port=port, caution=caution)
+    return Rendezvous(keys, where, hosted=True, host=address, port=port, caution=caution)
 
 
 def connect(
     host: str, port: int, timeout_s: float, *, secret: bytes = b"", job: str = "", start: str = "", served: bool = False
-) -> Meeting:
-    """Open the store that rank 0 serves at the address, or, if `served`, an agent.
+) -> Rendezvous:
+    """Open the store of rank 0, or of an agent if `served`.
 
-    `job` and `start` part the keys of these ranks from other jobs' at that agent's, and from those of earlier starts.
-    Raises `AbsentError` where nobody answers within `timeout_s`, or something else than such a store does.
+    `job` and `start` separate these ranks' keys from those of other jobs at the agent, and of earlier starts. Raises
+    `AbsentError` where no such store answers within `timeout_s`.
     """
     import_torch()
     from .._torch import TCPStore
@@ -222,7 +221,7 @@ def connect(
     lasting = Keys(store, f"{PREFIX}/{job}/lasting", secret)
     notes = Notes(lasting.read, lasting.write) if served else Notes()
     caution = hosts.caution(host)
-    return Meeting(keys, where, host=host, port=port, outlives=served, notes=notes, caution=caution)
+    return Rendezvous(keys, where, host=host, port=port, outlives=served, notes=notes, caution=caution)
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
@@ -242,56 +241,52 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
             return
 
 
-def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Meeting:
-    """Open the store whose address rank 0 writes to the file at `path`.
+def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Rendezvous:
+    """Open rank 0's store by the address in the file at `path`.
 
     Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError`
     where the file is another's, cannot be written, or is in use by a run.
     """
     where, deadline = f"file://{path}", time.monotonic() + timeout_s
     if not is_main:
-        while (meeting := _opened(path, secret, deadline - time.monotonic())) is None:
+        while (rendezvous := _opened(path, secret, deadline - time.monotonic())) is None:
             if time.monotonic() >= deadline:
                 raise AbsentError(
                     f"{where}: rank 0 did not come there within --timeout {timeout_s:g} s; start every rank, or raise "
                     "--timeout."
                 )
             time.sleep(_RETRY_S)
-        return dataclasses.replace(meeting, where=where)
+        return dataclasses.replace(rendezvous, where=where)
     if _opened(path, secret, _PROBE_S) is not None:
         raise RequestError(
             f"{where}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
             "run its own meeting place."
         )
     nonce, own = secrets.token_hex(_SECRET_BYTES), hosts.own_addresses(hosts.ANYWHERE)
-    meeting = serve(host or (own[0] if own else "127.0.0.1"), 0, secret=secret + nonce.encode())
-    meeting.keys.write("place", nonce)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    rendezvous = serve(host or (own[0] if own else "127.0.0.1"), 0, secret=secret + nonce.encode())
+    rendezvous.keys.write("place", nonce)
+    told = json.dumps({PREFIX: nonce, "host": rendezvous.host, "port": rendezvous.port})
     try:
-        with open(part, "xb", opener=ours) as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps({PREFIX: nonce, "host": meeting.host, "port": meeting.port}).encode())
-        part.replace(path)
+        files.write_whole(path, told.encode(), private=True)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise _unusable(path, error) from error
-    return dataclasses.replace(meeting, where=where, file=path)
+    return dataclasses.replace(rendezvous, where=where, file=path)
 
 
-def _opened(path: Path, secret: bytes, limit_s: float) -> Meeting | None:
-    """Return the store that the file names; None where it does not answer."""
+def _opened(path: Path, secret: bytes, limit_s: float) -> Rendezvous | None:
+    """Return the store named in the file; None without an answer."""
     if (place := _read_place(path)) is None:
         return None
     with contextlib.suppress(RequestError, RuntimeError):
         limit_s = min(max(limit_s, _RETRY_S), 5 * _RETRY_S)
-        meeting = connect(place["host"], place["port"], limit_s, secret=secret + place[PREFIX].encode())
-        if meeting.keys.read("place") == place[PREFIX]:
-            return meeting
+        rendezvous = connect(place["host"], place["port"], limit_s, secret=secret + place[PREFIX].encode())
+        if rendezvous.keys.read("place") == place[PREFIX]:
+            return rendezvous
     return None
 
 
 def _read_place(path: Path) -> dict[str, Any] | None:
-    """Return what the file holds; None where it is not there."""
+    """Return the file's contents; None if the file does not exist."""
     try:
         if path.lstat().st_uid not in (os.geteuid(), path.parent.stat().st_uid):
             raise OSError(errno.EPERM, "the file is another user's")

@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: what is asked for, one sbatch script that a person can read, and the job until its end."""
+"""A run as a Slurm job: options, readable script, log, exit code."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _WRITTEN = (
     *("--output", "--open-mode", "--chdir", "--tasks-per-node", "--ntasks", "-N", "-n", "-t", "-o", "-D"),
     *("--array", "-a", "--wrap", "--parsable", "--wait", "-W", "--test-only"),
 )
-"""Options of sbatch that the script has, or does not allow for."""
+"""Options of sbatch that the script sets or excludes."""
 _SETTLED = ("gpus", "launcher", "rank", "world-size", "init-method", "max-restarts")
 _ENDED = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL")
 
 
 class Job(NamedTuple):
-    """What the scheduler is asked for, and how the run's processes lie on the nodes."""
+    """A Slurm job's options, and the run's processes on its nodes."""
 
     options: Mapping[str, str]
     """Values of `OPTIONS`, --nodes and --ntasks-per-node included."""
     sbatch: Sequence[str]
     """Further options of sbatch, each as it stands in a script."""
     strategy: str
-    """What --strategy auto stands for there."""
+    """The strategy, with `auto` resolved for the job."""
     ranks: int
     """Processes on all nodes."""
     devices: int
@@ -69,9 +69,9 @@ class Job(NamedTuple):
 
 
 def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig) -> Job:
-    """Return how the run uses what is asked for: a task a GPU, or one a node where a process drives them all.
+    """Lay out the run's tasks on the nodes. One a GPU, or one a node where a process drives all GPUs.
 
-    Raises `RequestError` for what Slurm would not understand, what does not go together, and what the job settles.
+    Raises `RequestError` for malformed or contradictory options, and for flags that the job settles.
     """
     for flag, value in options.items():
         form, words = OPTIONS[flag]
@@ -125,7 +125,7 @@ def _check_option(option: str) -> None:
 
 
 def is_unwarned(options: Mapping[str, str]) -> bool:
-    """Return whether the time limit is too short for Slurm's warning, so that the run cannot save before it."""
+    """Return whether the time limit is too short for Slurm's warning. Such a run cannot save before the limit."""
     days, dash, clock = options.get("--time", "UNLIMITED").rpartition("-")
     if clock == "UNLIMITED":
         return False
@@ -136,7 +136,7 @@ def is_unwarned(options: Mapping[str, str]) -> bool:
 
 
 def render(job: Job, folder: Path, train: Sequence[str]) -> str:
-    """Return the script for a run in `folder`, an absolute path: `train` is the command as it was given.
+    """Return the sbatch script for a run. `folder` is the run's absolute folder, `train` the command as given.
 
     Raises `RequestError` for paths and words that cannot stand in a script.
     """
@@ -182,10 +182,10 @@ def submit(script: Path) -> int:
 
 
 def follow(job: int, log: Path, show: Callable[[bytes], None], say: Callable[[str], None]) -> int:
-    """Show the job's log until the job has ended; return its exit code.
+    """Show the job's log until the job ends; return its exit code.
 
-    `show` gets what the log has grown by, `say` a line when the job begins to wait. Raises `RunError` for a job that
-    ended in another way than by an exit code of its own.
+    `show` gets the log's new bytes, `say` a line when the job begins to wait. Raises `RunError` for a job that ended
+    otherwise than by its own exit code.
     """
     ask = ["scontrol", "show", "job", "--oneliner", str(job)]
     shown, told, silent = 0, "", 0

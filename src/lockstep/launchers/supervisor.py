@@ -1,8 +1,8 @@
 """One host's ranks, started, watched and ended by a parent without torch.
 
-A rank tells its parent its value or its failure; one that dies without a word is known by its exit code. After the
-first failure the others are heard a moment longer, since the loudest is not always the first; then all are ended, and
-the first cause is what the parent raises, or tells before it starts them again.
+A rank sends its parent its value or its failure; one that dies without a report is known by its exit code. After the
+first failure the others are heard a moment longer, since the first report is not always the first cause. Then all are
+ended, and the parent raises the first cause, or prints it before a restart.
 
 No orphans: a rank ends with its parent. On Linux the kernel kills it, even while it holds Python's lock inside a
 library; and a thread waits on a pipe whose other end only the parent holds, and then ends the rank's process group,
@@ -37,7 +37,7 @@ from ..files import LOCK, ours
 from ..monitor import bounded, failures, tracebacks
 from ..monitor.failures import Failure, first_cause
 from ..monitor.notes import FOLDER, Notes
-from ..monitor.output import say
+from ..monitor.output import say, survive
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
 from ..world.topology import Topology
 from . import rank, stores
@@ -61,7 +61,7 @@ _GUARD = (
 _SIGNALS = {int(each): each.name for each in signal.Signals}
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FINAL = {RequestError.__name__, ProofError.__name__}
-"""Failures that would be the same again."""
+"""Failures that a restart would repeat."""
 _PR_SET_PDEATHSIG = 1
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
 
@@ -74,7 +74,7 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     report: bytes | Failure | None = None
-    """What the rank came to: a pickled value, or why it failed."""
+    """The rank's pickled value, or its failure."""
 
     def send(self, number: signal.Signals) -> None:
         if self.process.exitcode is None and self.process.pid is not None:
@@ -92,7 +92,7 @@ class _Worker:
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Start this host's ranks, again where --max-restarts says so; return rank 0's value.
+    """Run this host's ranks, restarting by --max-restarts; return rank 0's value.
 
     Raises the error of the rank that failed first; by then the others have been ended.
     """
@@ -109,11 +109,11 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
 
 
 class Supervisor:
-    """Owns the ranks' processes, of which none is left after a `run`."""
+    """Owner of the ranks' processes, of which none outlives a `run`."""
 
     def __init__(self, config: RunConfig, where: str = "") -> None:
         """`where` says where ranks die, such as " on node 10.0.0.2"."""
-        self._parallel, self._again, self._where = config.parallel, failures.again(config), where
+        self._parallel, self._resume_hint, self._where = config.parallel, failures.resume_hint(config), where
         self._restarts = 0
         self._interrupts = Interrupts()
         self._workers: list[_Worker] = []
@@ -131,16 +131,16 @@ class Supervisor:
 
     @property
     def insisted(self) -> bool:
-        """Whether a second signal came, which ends what is here at once."""
+        """Whether a second signal came, which ends the ranks at once."""
         return self._interrupts.insisted
 
     def run(
         self, places: Sequence[Topology], payload: bytes, door: Door, look: Callable[[], Failure | None] = lambda: None
     ) -> bytes | Failure:
-        """Start ranks at these places; return the first one's value, or the first cause.
+        """Run the ranks; return the first place's value, or the first cause.
 
-        The value is pickled. `look` is asked again and again for what else may end the ranks. Raises `RunError` when a
-        second signal came.
+        The value is pickled. `look` is polled for other failures that end the ranks. Raises `RunError` after a second
+        signal.
         """
         with heeded(self._on_signal):
             try:
@@ -153,7 +153,7 @@ class Supervisor:
                 self._end()
 
     def starts_again(self, cause: Failure) -> bool:
-        """Return whether the ranks are to be started again, and say so."""
+        """Return whether the ranks start again; announce a restart."""
         is_stop, most_restarts = cause.kind == Stopped.__name__, self._parallel.max_restarts
         is_elastic = most_restarts > 0 or self._parallel.most_nodes > 1
         if cause.kind in _FINAL or not is_elastic or (is_stop and self._interrupts.asked):
@@ -164,19 +164,19 @@ class Supervisor:
             return False
         else:
             self._restarts += 1
-            what = cause.sentence.removesuffix(".").removesuffix(f"; {self._again}")
+            what = cause.sentence.removesuffix(".").removesuffix(f"; {self._resume_hint}")
             say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
         return True
 
     def keep(self, folder: str) -> None:
-        """Keep other runs out of this one's folder until the end, also while no rank 0 holds it."""
+        """Lock the run's folder against other runs until the end. Also while no rank 0 holds the folder."""
         with contextlib.suppress(OSError):  # it may be on a disk of another node
             if folder and self._lock is None:
                 self._lock = open(Path(folder) / LOCK, "rb", opener=ours)
                 fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 1)
 
     def ask_to_stop(self) -> None:
-        """Have the ranks save and end, those that still start after their first step."""
+        """Ask the ranks to save and stop. Ranks that still start do so after their first step."""
         for worker in self._workers:
             worker.send(signal.SIGUSR1)
 
@@ -208,7 +208,7 @@ class Supervisor:
         return [worker for worker in self._workers if worker.report is None]
 
     def _look(self) -> None:
-        """Take in reports and deaths, for a moment."""
+        """Collect the ranks' reports and deaths, waiting 0.05 s at most."""
         if self._interrupts.insisted:
             raise RunError(KILLED)
         silent = self._silent()
@@ -226,24 +226,24 @@ class Supervisor:
             worker.report = worker.report or self._obituary(worker)
 
     def _overdue(self) -> Failure | None:
-        """Return the failure of ranks that all are stopped, or hang after the others."""
+        """Return the failure of silent ranks: all stopped, or outlasting the others."""
         now_s, silent = time.monotonic(), self._silent()
         if now_s < self._looked_s + _STATUS_S or not silent:
             return None
         are_stopped = all(_is_stopped(worker.process.pid) for worker in silent)
-        # Time for which this process was stopped itself is none for which it saw the others so.
+        # Time for which this process itself was stopped does not count: the others were not watched.
         if now_s > self._looked_s + _GAP_S or not (are_stopped or len(silent) < len(self._workers)):
             self._since_s = now_s
         self._looked_s, for_s = now_s, now_s - self._since_s
-        # Ranks of other nodes tell of stopped ones better, and first.
+        # Ranks of other nodes report stopped ones better, and first.
         if for_s < self._parallel.stall_timeout + GRACE_S * (self._parallel.most_nodes > 1):
             return None
         who = ranks_in_short(ranks := [worker.rank for worker in silent])
         how = f"stopped {for_s:.0f} s ago, by SIGSTOP" if are_stopped else "hang: the other ranks ended long ago"
-        return Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} {how}; {self._again}.", "")
+        return Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} {how}; {self._resume_hint}.", "")
 
     def _obituary(self, worker: _Worker) -> Failure:
-        """Return the failure of a rank that ended without a word."""
+        """Return the failure of a rank that ended without a report."""
         code, number = worker.process.exitcode or 0, worker.rank
         if self._interrupts.asked and code == -signal.SIGTERM:
             return Failure(number, Stopped.__name__, OUTSIDE, "")
@@ -257,7 +257,7 @@ class Supervisor:
         elif -code in _CRASHES:
             how += f" (if it trained, its stacks are in the run's output/rank_{number}.txt)"
         is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
-        return Failure(number, "", f"Rank {number}{self._where} {how}; {self._again}.", "", is_echo=is_echo)
+        return Failure(number, "", f"Rank {number}{self._where} {how}; {self._resume_hint}.", "", is_echo=is_echo)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._interrupts.hear():
@@ -266,7 +266,7 @@ class Supervisor:
             worker.send(signal.SIGKILL if self._interrupts.insisted else signal.SIGTERM)
 
     def _join(self, workers: Sequence[_Worker], wait_s: float) -> None:
-        """Wait for ends, until a second signal comes."""
+        """Wait until these ranks end, or a second signal comes."""
         deadline = time.monotonic() + wait_s
         while any(worker.process.exitcode is None for worker in workers) and time.monotonic() < deadline:
             if self._interrupts.insisted:
@@ -274,9 +274,9 @@ class Supervisor:
             time.sleep(_LOOK_S / 5)
 
     def _end(self) -> None:
-        """End every rank that is left, after a moment in which it may end by itself.
+        """Kill the remaining ranks. Those that have reported get up to 2 s to end by themselves.
 
-        It gets no SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
+        None gets SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
         self._join([worker for worker in self._workers if worker.report is not None], GRACE_S)
         tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
@@ -294,9 +294,9 @@ def _is_stopped(process: int | None) -> bool:
 
 
 def packed(entry: Entry, config: RunConfig) -> bytes:
-    """Return both as other processes of this program can read them.
+    """Pickle entry and config for other processes of this program.
 
-    Raises `RequestError` for an entry, or a program, that they could not find.
+    Raises `RequestError` for an entry, or a program, that those could not find.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
@@ -313,7 +313,7 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
 
 
 def value_of(value: bytes) -> Any:
-    """Return what a rank of our own came to, from its pickle; raise `RunError` where it cannot be read here."""
+    """Unpickle the value of our own rank; raise `RunError` where that fails."""
     try:
         return pickle.loads(value)
     except Exception as error:
@@ -326,9 +326,9 @@ def value_of(value: bytes) -> Any:
 def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
     """Start a rank's process.
 
-    With SIGINT blocked: until it leads its own group, the terminal's Ctrl-C would reach it. With SIGUSR1 blocked: what
-    `ask_to_stop` sends would kill it until its loop heeds it. Nor does it take a `pickle.py` of the current folder for
-    Python's, as `python -c` does, which multiprocessing calls.
+    SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. SIGUSR1 is blocked: the
+    signal of `ask_to_stop` would kill the rank until its loop handles it. And Python's path is safe: `python -c`, which
+    multiprocessing calls, would take a `pickle.py` of the current folder for Python's.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (place, payload, theirs, door, notes)
@@ -362,8 +362,8 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
     notes = Notes(lambda name: held.get(name, ""), write)
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        meeting = door.open(place.rank, config.parallel.timeout, notes)
-        with rank.met(config, os.environ, meeting, place, knows_node=True, tell=pipe.send) as seat:
+        rendezvous = door.open(place.rank, config.parallel.timeout, notes)
+        with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry)
         try:
             report = pickle.dumps(value)
@@ -381,7 +381,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
 
 
 def _settle() -> None:
-    """Undo what multiprocessing changes in a process that it has spawned."""
+    """Undo multiprocessing's changes to a spawned process."""
     with contextlib.suppress(PermissionError):  # a leader already
         os.setsid()  # out of the terminal's foreground group: Ctrl-C reaches only the parent, which passes it on
     # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
@@ -390,6 +390,7 @@ def _settle() -> None:
     if os.environ.get(_SAFE_PATH) == _OURS:  # the user's own programs are started as ever
         os.environ.pop(_SAFE_PATH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    survive()  # as the command itself does
     end_with_parent()
 
 

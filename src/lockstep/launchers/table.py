@@ -1,4 +1,4 @@
-"""What a run will be: resolved once, without torch, from its config and the environment; and started so.
+"""The launch plan, resolved once from config and environment, and its start. No torch.
 
 `auto` asks in this order: do flags say where ranks meet (manual)? Has a program started the ranks (environment)? Are
 lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)? Else it is inline.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, choose, counted
-from .devices import Entry, known_ranks, meets_by_url, processes, resolve
+from .devices import Entry, has_rendezvous_url, known_ranks, processes, resolve
 from .environments import check_started, started_ranks, starter, variables
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class Launcher(NamedTuple):
-    """One line a launcher: a module with `launch(entry, config, env)`, which has rank 0's value or None."""
+    """A launcher's module and flags. The module's `launch(entry, config, env)` returns rank 0's value or None."""
 
     module: str
     joins: bool
     """Whether this process, which runs already, is a rank; else ranks are started."""
     takes: tuple[str, ...] = ()
-    """Which it takes of the flags that say how ranks meet."""
+    """The flags on how ranks meet that the launcher takes."""
     on_several: str = ""
-    """The module in its place where there may be several nodes, and the flags are taken."""
+    """The module that replaces `module` with several nodes; only then are the flags taken."""
 
 
 LAUNCHERS = {
@@ -48,12 +48,12 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will run, and where."""
+    """A run's resolved config, and its processes on this node."""
 
     config: RunConfig
-    """With the strategy, the accelerator and the launcher that `auto` stands for; under Ray it is found out there."""
+    """With strategy, accelerator and launcher resolved from `auto`; under Ray, only the launcher."""
     processes: int
-    """Ranks that this node will have."""
+    """The number of ranks on this node."""
     least_ranks: int
     """The least number of ranks on all nodes."""
     starts_here: bool
@@ -65,7 +65,7 @@ class LaunchPlan:
         return self.config.parallel.launcher
 
     def __str__(self) -> str:
-        """Return what runs where, in a few lines."""
+        """Describe the run's processes in two or three lines."""
         parallel = self.config.parallel
         at_least = "at least " if parallel.nodes != parallel.most_nodes else ""
         meets = f"\nranks meet at {parallel.init_method}" if parallel.init_method else ""
@@ -77,9 +77,9 @@ class LaunchPlan:
 
 
 def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
-    """Return what a run will be by its flags and the environment, by default this process's own.
+    """Return a run's plan from config and environment. By default this process's environment.
 
-    Raises `RequestError` for what does not go together, devices that this machine lacks, and nodes that cannot meet.
+    Raises `RequestError` for contradictory flags, for devices that this machine lacks, and for nodes that cannot meet.
     """
     env = os.environ if env is None else env
     config = resolve(config, env)
@@ -94,15 +94,15 @@ def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
 
 
 def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None) -> Any | None:
-    """Run `entry(config, world)` on all ranks of the run; return rank 0's value, None on other ranks.
+    """Run `entry(config, world)` on all ranks; return rank 0's value. None on other ranks.
 
-    Raises what `plan` does, and a `LockstepError` for whatever went wrong in any rank.
+    Raises the errors of `plan`, and a `LockstepError` for a failure in any rank.
     """
     return start(entry, plan(config, env), env)
 
 
 def start(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
-    """Run `entry(config, world)` on all ranks of a plan; return rank 0's value, None on other ranks."""
+    """Run `entry(config, world)` on a plan's ranks; return rank 0's value. None on other ranks."""
     launcher = LAUNCHERS[planned.launcher]
     module = launcher.module
     if launcher.on_several and planned.config.parallel.most_nodes > 1:
@@ -115,10 +115,10 @@ def start(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = Non
 
 @contextlib.contextmanager
 def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[tuple[RunConfig, World]]:
-    """Be the rank that flags or the environment name, or the only one, while the block runs (*collective*).
+    """Join the world as this process's rank within the block (*collective*).
 
-    For a script that runs already. Gives the resolved config and the world. Raises what `launch` does, and
-    `RequestError` where the config asks for processes that are not started yet.
+    For a script that runs already; a lone process is the only rank. Yields the resolved config and the world. Raises as
+    `launch` does, and `RequestError` where the config asks for processes that are not started yet.
     """
     from . import join
 
@@ -129,7 +129,7 @@ def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[
 
 
 def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
-    """Return the plan by which this process, which runs already, is a rank."""
+    """Return the plan under which this running process is a rank."""
     planned, asked = plan(config, env), config.parallel
     if planned.launcher == "spawn" and asked.devices is None and not asked.gpus:
         # `python train.py` on a machine with several GPUs has not asked for more processes than this one.
@@ -142,19 +142,14 @@ def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
     return planned
 
 
-def names() -> tuple[str, ...]:
-    """Return the names that --launcher takes besides auto."""
-    return tuple(LAUNCHERS)
-
-
 def visible_gpus() -> str | None:
-    """Return what CUDA_VISIBLE_DEVICES leaves of the GPUs to this process; None where it is not set."""
+    """Return this process's CUDA_VISIBLE_DEVICES; None if unset."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
     by_hand = parallel.rank is not None or parallel.world_size is not None
-    if meets_by_url(parallel) and (by_hand or parallel.most_nodes == 1):
+    if has_rendezvous_url(parallel) and (by_hand or parallel.most_nodes == 1):
         return "manual"
     if starter(env):
         return "environment"
@@ -172,10 +167,10 @@ def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
 
 
 def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
-    """Raise `RequestError` where flags, or the environment, ask for what a launcher does not do."""
+    """Raise `RequestError` where flags or environment do not fit the launcher."""
     name, launcher = parallel.launcher, LAUNCHERS[parallel.launcher]
     flags = {
-        "--init-method": parallel.init_method if meets_by_url(parallel) else None,
+        "--init-method": parallel.init_method if has_rendezvous_url(parallel) else None,
         "--interface": parallel.interface or None,
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,

@@ -1,4 +1,4 @@
-"""Environment variables set for a while: a launcher may run in a user's program, which gets its own back."""
+"""Environment variables, set temporarily. A launcher may run in a user's program, which gets its own values back."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def having(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def unset(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the variables that the environment does not have."""
+    """Return those variables that the environment does not have."""
     return {name: value for name, value in variables.items() if name not in os.environ}

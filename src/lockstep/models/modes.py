@@ -1,4 +1,4 @@
-"""Evaluation mode, for a while."""
+"""Temporary evaluation mode."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _stage(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
 
 
 def mlp(*, classes: int, shape: tuple[int, ...], hidden: int = 128) -> nn.Sequential:
-    """Return a perceptron that costs so little that a step shows the loop.
+    """Return a tiny perceptron, with which a step's cost is the loop's.
 
     (N, *shape) → logits (N, classes); the samples may be of any shape.
     """

@@ -2,7 +2,7 @@
 
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
    the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
-2. A name of ours: those of `names()`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
+2. A name of ours: those of `OURS`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
    leaves out one block a stage and `-padded` for channels by the 8. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
    also where the plain name is ours: `torchvision.resnet50` is the net with the stem for ImageNet.
@@ -30,18 +30,13 @@ _HINT = "lockstep info lists models; your own goes with module:attribute."
 _PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?(-padded)?")
 
 _PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-padded", "110-270-reference")
-_OURS = {
+OURS = {
     "convnet-small": ("small", "ConvNet"),
     "mlp": ("small", "mlp"),
     **{f"pyramidnet-{each}": ("pyramidnet", "pyramidnet") for each in _PYRAMIDNETS},
     **{name: ("resnet", name) for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }
 """{name: (file of this package, callable in it)}"""
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of our own networks; any `pyramidnet-DEPTH-ALPHA` is one too."""
-    return tuple(_OURS)
 
 
 def preflight(name: str) -> None:
@@ -52,15 +47,10 @@ def preflight(name: str) -> None:
         _torchvision_name(name)
 
 
-def build(name: str, *, classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Return the network `name` for square images; otherwise as `build_for`."""
-    return build_for(name, classes=classes, shape=(in_channels, image_size, image_size))
-
-
 def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return the network `name`, which takes (N, *shape) to logits (N, classes).
 
-    It is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` where there is none such.
+    The network is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` for other names.
     """
     # What is no image has features where an image has channels.
     sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
@@ -81,9 +71,9 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return the name of torchvision's weights of `name`, and the tensors by name.
+    """Return torchvision's weights of `name`: their label, and tensors by name.
 
-    Raises `RequestError` where there are none, or they can neither be found nor downloaded.
+    Raises `RequestError` where torchvision has none, or they can neither be found nor downloaded.
     """
     if ":" in name or _ours(name):
         raise RequestError(
@@ -94,7 +84,7 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
 
 
 def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
-    """Return what makes our network `name`: a file of this package, a callable in it, its options; None for others."""
+    """Return (module, callable, options) of our network `name`; None for other names."""
     options: dict[str, int] = {}
     if match := _PYRAMIDNET.fullmatch(name):
         depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
@@ -106,9 +96,9 @@ def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
                 f"use {below} or {below + 6}."
             )
         options = {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
-    elif name not in _OURS:
+    elif name not in OURS:
         return None
-    file, attribute = _OURS.get(name, ("pyramidnet", "pyramidnet"))
+    file, attribute = OURS.get(name, ("pyramidnet", "pyramidnet"))
     return file, attribute, options
 
 
@@ -119,7 +109,7 @@ def _torchvision_name(name: str) -> str:
     if name.startswith(_PREFIX):
         raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
     user_code.check_no_module("--model", name, "Net")
-    raise unknown("model", name, {*_OURS, *theirs}, _HINT)
+    raise unknown("model", name, {*OURS, *theirs}, _HINT)
 
 
 def _check_image(name: str, shape: tuple[int, ...]) -> None:

@@ -51,9 +51,9 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Return the name of a classifier's best weights, and the tensors by name.
+    """Return a classifier's best weights: their label, and tensors by name.
 
-    They come from its cache, or are downloaded there. Raises `RequestError` where neither is possible.
+    Weights come from torch's cache, or are downloaded there. Raises `RequestError` where neither is possible.
     """
     import torch
     from torchvision import models

@@ -1,7 +1,7 @@
-"""One pass before training: can what a network returns be scored?
+"""Trial pass before training: can the network's output be scored?
 
 A user's own model may return what its last project needed: auxiliary logits, a dictionary, ten outputs for a hundred
-classes. The loss would raise in the midst of torch, and on a GPU only tell of a device-side assertion.
+classes. The loss would raise inside torch, and on a GPU only as a device-side assertion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .modes import evaluating
 _SAMPLES = 2
 """Two, since a model that squeezes its output loses the batch's dimension of one sample, and of no other."""
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError, AssertionError)
-"""What layers raise for samples that they were not made for."""
+"""Errors that layers raise for samples that they were not made for."""
 
 
 def check(
@@ -27,8 +27,8 @@ def check(
 ) -> None:
     """Raise `RequestError` where `model` gives no (N, at least `classes`) scores.
 
-    Its samples have this shape and dtype; `empty` says that it will get batches of none too. Statistics stay as they
-    are, and dropout draws nothing. To be called where autocast is on if it will be.
+    The samples have this shape and dtype; `empty` says that batches of none will come too. Statistics stay as they
+    are, and dropout draws nothing. Call under the autocast of training, if any.
     """
     if not dtype.is_floating_point and ":" not in name:
         raise RequestError(
@@ -53,7 +53,7 @@ def check(
 
 
 def check_parts(name: str, model: nn.Module) -> None:
-    """Raise `RequestError` where `model` has parts that cannot be placed, saved or stepped."""
+    """Raise `RequestError` for parts that cannot be placed, saved or stepped."""
     if lazy := [key for key, held in (*model.named_parameters(), *model.named_buffers()) if is_lazy(held)]:
         raise RequestError(
             f"--model {name} has tensors whose shapes a first batch decides ({', '.join(lazy[:3])}); run a batch of "

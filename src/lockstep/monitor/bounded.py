@@ -1,7 +1,7 @@
 """Calls that may never return, each in a thread of its own.
 
 Where such a thread returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process
-with exit code −6. So whoever ends a process asks `any_left` first, and ends it by `leave`.
+with exit code −6. So code that ends a process asks `any_left` first, and calls `leave`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Call(threading.Thread):
 
 
 def within(limit_s: float, work: Callable[[], T], name: str) -> T:
-    """Return what `work` does, or raise; `Late` after `limit_s` seconds."""
+    """Return `work()`, or raise its error; `Late` after `limit_s` seconds."""
     outcome: Future[T] = Future()
 
     def attempt() -> None:
@@ -50,7 +50,7 @@ def any_left() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as the interpreter would, but for calls that hang."""
+    """End this process as the interpreter would, without waiting for hung calls."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -1,7 +1,7 @@
 """A failure as one sentence: which rank, where, why.
 
 Its trace goes to a file. When one rank fails, the others fail a moment later because they have lost it. Such an *echo*
-is known by what torch raises for a lost peer: the first cause is told, and an echo's trace is kept in the file alone.
+is known by torch's error for a lost peer: the first cause is reported, and an echo's trace is kept in the file alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..printable import visible
 _KINDS: dict[str, type[LockstepError]] = {
     kind.__name__: kind for kind in (AbsentError, ProofError, RequestError, Stopped)
 }
-_RESUME = "continue with --resume auto"
+_RESUME = 'continue with --resume auto, or lockstep.session(…, resume="auto")'
 _ECHO_MARK = "(told by another rank first)"
 _LONGEST_REASON = 400
 _LOCKSTEP = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ _WORKER_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in ', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends."""
+    """The reason for a rank's end."""
 
     rank: int
     kind: str
@@ -65,7 +65,7 @@ class Failure:
     """Whether the rank ends only because another one failed."""
 
     def error(self) -> LockstepError:
-        """Return the error to raise for it before the user."""
+        """Return the error to raise for the user."""
         known = _KINDS.get(self.kind)
         # What lockstep raises on purpose is told by its sentence alone.
         is_told = self.is_echo or self.kind == RunError.__name__
@@ -76,11 +76,11 @@ class RankLostError(RunError):
     """This rank ends only because another one failed."""
 
 
-def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
-    """Return the failure that `error` is on `rank`.
+def describe(error: BaseException, rank: int, hint: str = _RESUME) -> Failure:
+    """Return the failure for `error` on `rank`.
 
     lockstep's own errors keep their sentence; that of any other names the deepest frame of the user's code or ours.
-    `again` says how to go on after an echo.
+    `hint` says how to go on after an echo.
     """
     entered = below_runners(error.__traceback__)
     is_own = entered is not None and not is_library(entered.tb_frame.f_code.co_filename)
@@ -96,15 +96,15 @@ def describe(error: BaseException, rank: int, again: str = _RESUME) -> Failure:
         found, peer = _LOST.search(text), _ADDRESS.search(text)
         how = (found[0] if found else "") + (f" at {peer['host']}" if peer else "")
         told = f"lost another rank while it waited for it in a collective ({how}): see that rank's own message"
-        return Failure(rank, kind, f"Rank {rank} {told}; {again}.", trace, is_echo=True)
+        return Failure(rank, kind, f"Rank {rank} {told}; {hint}.", trace, is_echo=True)
     notes = "".join(f" ({_short(note)})" for note in getattr(error, "__notes__", ()))
     # torch raises for a dead data worker wherever the rank is at that moment.
     where = "" if "DataLoader worker (pid" in _words(error) else place(error)
     return Failure(rank, kind, f"Rank {rank} failed{where}: {one_line(error)}{notes}", trace)
 
 
-def again(config: RunConfig) -> str:
-    """Return how to go on after a loss."""
+def resume_hint(config: RunConfig) -> str:
+    """Return the advice for continuing after a loss."""
     return "start the same command again" if config.checkpoint.resume else _RESUME
 
 
@@ -114,8 +114,8 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def account(error: BaseException, rank: int, config: RunConfig) -> Failure:
-    """Return the failure that `error` is; write it to the run's folder."""
-    failure, output = describe(error, rank, again(config)), config.record.output
+    """Return the failure for `error`; write that to the run's folder."""
+    failure, output = describe(error, rank, resume_hint(config)), config.record.output
     if output is None or isinstance(error, Stopped | RequestError):
         return failure
     if output.is_dir() or not failure.is_echo:  # an echo may follow a refusal, which has removed the folder
@@ -134,7 +134,7 @@ def write(failure: Failure, folder: Path) -> None:
 
 
 def cause_in(folder: Path, *, since_s: float) -> str:
-    """Return the sentence of the first failure in `folder` that is no echo.
+    """Return the sentence of the first non-echo failure in `folder`.
 
     "" where none was written since `since_s` (seconds since the epoch). A rank writes its failure before it lets go of
     the others, so that they find it where they share a disk.
@@ -158,7 +158,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def place(error: BaseException) -> str:
-    """Return " at FILE:LINE" of the most telling frame of `error`, or ""."""
+    """Return " at FILE:LINE" of `error`'s most telling frame, or ""."""
     frames = [f"{frame.filename}:{frame.lineno or 0}" for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message.
     frames += map(":".join, _WORKER_FRAME.findall(_words(error)))
@@ -185,7 +185,7 @@ def is_machinery(file: str) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the class and the words of `error` in one line."""
+    """Return the class and message of `error` in one line."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}) before it was done"
     text = _words(error)

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes its own into the store, and reads the others'."""
+"""Heartbeats, which ranks write to the store and read from one another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank reports of itself."""
+    """A rank's report of its progress."""
 
     count: int
     """Phases entered."""
@@ -30,7 +30,7 @@ class Beat:
     idle_s: float = 0.0
     """Seconds in this phase, by the rank's own clock."""
     number: int = 0
-    """Of this beat: it rises no more where the process was stopped, died, or is cut off."""
+    """Of this beat: rises no more where the process was stopped, died, or is cut off."""
     silent_s: float = 0.0
     """Seconds for which this has been the last beat, by the reader's clock."""
 
@@ -50,9 +50,9 @@ class Heartbeats:
         self._heard = {other: (Beat(0, 0, _MET), self._read_s) for other in range(size) if other != rank}
 
     def exchange(self, own: Beat, *, urgent: bool) -> str:
-        """Send this rank's beat, read the others'; return the sentence that ends all.
+        """Exchange beats; return the sentence that ends all ranks, or "".
 
-        "" for none. Many ranks are read only where it is `urgent`.
+        Beats of more than 16 ranks are read only if `urgent`.
         """
         try:
             self._send(own)
@@ -77,13 +77,13 @@ class Heartbeats:
         return {**others, self._rank: own}
 
     def agree(self, sentence: str) -> str:
-        """Return the sentence of the rank that was first to give one."""
+        """Publish `sentence`; return the sentence that was published first."""
         with contextlib.suppress(RuntimeError):
             return self._store().put(_SENTENCE, sentence) or sentence
         return sentence
 
     def leave(self, own: Beat, limit_s: float) -> None:
-        """Send the last beat; the store's server waits for those of all others."""
+        """Send the last beat. The store's server waits for the last beats of all others."""
         until_s = time.monotonic() + limit_s
         with contextlib.suppress(RuntimeError):
             self._send(replace(own, phase=_LEFT))

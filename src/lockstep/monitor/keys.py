@@ -1,6 +1,6 @@
 """Texts in torch's store that take the job's secret to write.
 
-torch's stores know no passwords: whoever reaches the port reads and writes there. So each text bears a seal, an
+torch's stores know no passwords: any program that reaches the port reads and writes. So each text bears a seal, an
 HMAC-SHA-256 over its key and itself; one without ours counts as not written.
 """
 
@@ -52,7 +52,7 @@ class Keys:
     def clone(self, name: str = "", limit_s: float = _ANSWER_S) -> Keys:
         """Return the texts whose keys begin with `name`, over a new connection.
 
-        Also where the one that there is was not answered: a server that was stopped may go on.
+        Works also where the present connection got no answer: a server that was stopped may go on.
         """
         prefix = f"{self._prefix}/{name}" if name else self._prefix
         try:
@@ -64,11 +64,11 @@ class Keys:
             raise Unanswered(str(error)) from error
 
     def read(self, key: str) -> str:
-        """Return a text; "" where there is none, or a stranger's."""
+        """Return a text; "" if absent or a stranger's."""
         return self.read_all([key])[0]
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
-        """Return texts; "" for each that is not there, or a stranger's."""
+        """Return texts; "" for each that is absent or a stranger's."""
         places = [self._place(key) for key in keys]
 
         def request() -> list[bytes]:
@@ -79,7 +79,7 @@ class Keys:
         return list(map(self._unsealed, places, self._ask(request)))
 
     def await_all(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Return texts once all are there, [] after `limit_s` seconds."""
+        """Return the texts once all exist, [] after `limit_s` seconds."""
         places, began_s, limit = [self._place(key) for key in keys], time.monotonic(), timedelta(seconds=limit_s)
         self.store.set_timeout(limit)
 
@@ -101,7 +101,7 @@ class Keys:
         self._ask(lambda: self.store.set(place, self._sealed(place, text)))  # type: ignore[arg-type]  # bytes as well
 
     def put(self, key: str, text: str, expected: str = "") -> str:
-        """Set a text in place of the expected one; return what is there then."""
+        """Compare and set: replace the `expected` text; return the text held afterwards."""
         place = self._place(key)
         there, desired = self._sealed(place, expected), self._sealed(place, text)
         for _ in range(_TRIES):
@@ -112,7 +112,7 @@ class Keys:
         return ""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
         return self._ask(lambda: self.store.check([self._place(key) for key in keys]))
 
     def _place(self, key: str) -> str:

@@ -9,7 +9,7 @@ FOLDER = "folder"
 
 @dataclass(frozen=True)
 class Notes:
-    """How notes are read ("" for none) and written; by default none is kept."""
+    """Functions that read ("" for none) and write notes. By default no note is kept."""
 
     read: Callable[[str], str] = lambda name: ""
     write: Callable[[str, str], None] = lambda name, text: None

@@ -1,7 +1,7 @@
 """One output file per rank; rank 0 also prints.
 
-The file stands behind the descriptors 1 and 2 of the other ranks, so that it has what C code writes too. Of rank 0,
-what Python writes goes to the console and to the file; what C code writes, to the console.
+On the other ranks, descriptors 1 and 2 point to the file, which so has C code's output too. On rank 0, Python's output
+goes to the console and to the file, C code's to the console.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _BAR = "━"  # of rich's bars, the first of which moves no cursor
 
 @contextlib.contextmanager
 def kept(path: Path, *, shown: bool) -> Iterator[None]:
-    """Append this process's output to a file; `shown` keeps it on the console too.
+    """Append this process's output to a file; with `shown`, print it too.
 
-    Progress bars are left out where they are shown. Stacks are in it where C code crashes, and where `ASKED` comes.
-    Where the file cannot be written, the console has everything.
+    With `shown`, the file has no progress bars. It has stacks after a crash in C code, and where `ASKED` comes. Where
+    the file cannot be written, the console has everything.
     """
     try:
         own_folder(path.parent)
@@ -65,8 +65,15 @@ def say(sentence: str, descriptor: int | None = None, *, begin: str = "") -> Non
         os.write(number, f"{cursor}{begin}{told(sentence)}".encode(errors="replace"))
 
 
+def survive() -> None:
+    """Print a question mark for characters that the output cannot encode."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def flush() -> None:
-    """Write out what this process has printed."""
+    """Flush stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -79,7 +86,7 @@ def _close(file: IO[str]) -> None:
 
 @contextlib.contextmanager
 def _diverted(file: IO[str]) -> Iterator[None]:
-    """Have the file behind the descriptors 1 and 2."""
+    """Point the descriptors 1 and 2 to the file."""
     flush()
     saved = {number: os.dup(number) for number in (1, 2)}
     for number in saved:
@@ -97,7 +104,7 @@ def _diverted(file: IO[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams(file: IO[str] | None) -> Iterator[None]:
-    """Have Python's streams write to `file` too, and survive full disks and closed pipes."""
+    """Copy Python's streams to `file`; ignore full disks and closed pipes."""
     before = sys.stdout, sys.stderr
     flush()
     replaced = [None if stream is None else _Stream(stream, file) for stream in before]

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 SETUP = "setup"
 """The phase of a rank that prepares (reads data, makes the model): it may last, and others wait for it."""
+EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
+"""The phases of the collectives of a `World`."""
 
 
 class Listener(Protocol):
-    """Measures a job from within a rank; nothing is saved meanwhile."""
+    """Measurement of a job within a rank; nothing is saved meanwhile."""
 
     exchanges: bool
     """Whether gradients are exchanged, and replicas compared."""
@@ -26,7 +28,7 @@ class Listener(Protocol):
     def resumed(self) -> None: ...
 
 
-class Pulse:
+class Progress:
     """A rank's phase, and how many it has entered.
 
     All ranks enter the same phases in the same order, so the others wait for the one that has entered the fewest.

@@ -1,4 +1,4 @@
-"""Signals to a run: the first saves and stops, the second ends it."""
+"""Signals to a run: the first saves and stops, the second kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import RunError
 from .output import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What asks a run to stop: SIGHUP comes when a terminal closes, SIGUSR1 from schedulers before a job's time is over."""
+"""Requests to stop a run: SIGHUP comes when a terminal closes, SIGUSR1 from schedulers before a job's time is over."""
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
 OUTSIDE = "Stopped outside of training; nothing was left to save."
 STOPPING = "stopping: finishes the step under way and saves"
@@ -26,7 +26,7 @@ _ECHO_S = 0.5
 
 
 class Interrupts:
-    """Signals that a process has received: a first one has `asked` it to stop, a second one has `insisted`."""
+    """Signals that a process has received. The first sets `asked` (to stop), the second `insisted`."""
 
     def __init__(self) -> None:
         self.asked = self.insisted = False
@@ -46,9 +46,9 @@ class Interrupts:
 
 @contextlib.contextmanager
 def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `SIGNALS` call `handler` within the block, those too that were blocked and came before.
+    """Handle `SIGNALS` by `handler` within the block, earlier blocked ones included.
 
-    Not those that are ignored, as SIGHUP is under nohup, nor in another thread than the main one.
+    Except ignored signals, as SIGHUP under nohup, and in a thread other than the main one.
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -64,7 +64,7 @@ def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 class StopRequest(Interrupts):
-    """A context in which a signal sets `asked`, and a second ends the process.
+    """A context: the first signal sets `asked`, the second ends the process.
 
     The first one is answered on stderr, unless `quiet` leaves that to another rank.
     """

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ASKED = signal.SIGUSR2
-"""Has a rank and its data workers write their stacks to the rank's output file (see `output.kept`)."""
+"""Makes a rank and its data workers write their stacks to the rank's output file (see `output.kept`)."""
 _WRITES_S = 0.1
 
 

@@ -1,13 +1,13 @@
-"""The watchdog: a thread in each rank that says which rank stopped where.
+"""The watchdog: each rank's thread that reports which rank stopped where.
 
     Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait in all-reduce at step
     512.
 
 A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
 ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
-stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in collectives which are not the same
-wait for each other, which is told after half a minute. Nobody is judged while all live and one prepares, compiles or is
-debugged, nor is a rank alone that computes. The rank that serves the store ends last.
+stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in different collectives wait for each
+other, which is reported after half a minute. No rank is judged while all live and one prepares, compiles or is
+debugged, nor a lone rank that computes. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from . import tracebacks
 from .failures import Failure, is_machinery
 from .heartbeat import Beat, Heartbeats
 from .keys import Keys
-from .progress import SETUP, Pulse
+from .progress import EXCHANGES, SETUP, Progress
 
 MISSED_BEATS = 3
 """Beats of a living rank that may come late."""
 _COMPILATION, _DEBUGGER = "compilation", "the debugger"
 _MAY_LAST = (SETUP, _COMPILATION, _DEBUGGER)
 _COLLECTIVE = "a collective"  # of the user's, which no phase tells
-_COLLECTIVES = ("all-reduce", "all-gather", "barrier", _COLLECTIVE)
-_CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB at most
+_COLLECTIVES = (*EXCHANGES, _COLLECTIVE)
+_CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB or a tensor
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
 _COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
 """Modules with a frame on the stack while torch compiles, and none while it runs what it has compiled."""
@@ -46,12 +46,12 @@ _LOST_S = 5.0  # at most, for finding out which rank was lost
 _HURRY_S = 0.05
 
 
-class Watch:
-    """Watches this rank and, by their heartbeats, the others."""
+class Watchdog:
+    """A watchdog over this rank and, by their heartbeats, the others."""
 
     def __init__(
         self,
-        pulse: Pulse,
+        progress: Progress,
         opens: Callable[[], Keys],
         *,
         rank: int,
@@ -59,21 +59,21 @@ class Watch:
         server: int | None,
         stall_timeout_s: float,
         beat_s: float,
-        ends: Callable[[Watch, Failure], None],
+        ends: Callable[[Watchdog, Failure], None],
         is_served: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread.
 
         `opens` and `server` are those of `Heartbeats`; `nodes` names each rank's host. `ends` is called from the
-        thread with what is to be told, and has to end this process. `is_served()` says whether the store is there.
+        thread with the failure, and has to end this process. `is_served()` tells whether the store has a server.
         """
-        self._pulse, self._rank, self._nodes, self._server = pulse, rank, tuple(nodes), server
+        self._progress, self._rank, self._nodes, self._server = progress, rank, tuple(nodes), server
         self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
         self._late_s = MISSED_BEATS * beat_s
         self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * self._late_s))
         self._idle_s = self._stalled_s = 0.0
         self._closed = threading.Event()
-        self._speaks = threading.Lock()  # taken once, by who says why this process ends
+        self._speaks = threading.Lock()  # taken once, by the thread that reports why this process ends
         self._heartbeats = Heartbeats(opens, rank=rank, size=len(nodes), server=server)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class Watch:
         self._heartbeats.leave(self._own(), limit_s)
 
     def give_way(self) -> None:
-        """Close: the caller says why this process ends. Never return where that has been said."""
+        """Close: the caller reports why this process ends. Never return where that has been reported."""
         self._speaks.acquire()
         self.close()
 
@@ -113,20 +113,22 @@ class Watch:
         self.let_others_hear()
 
     def let_others_hear(self) -> None:
-        """Where this rank serves the store, wait until the others have read the sentence."""
+        """As the store's server, wait until the others have read the sentence."""
         if self._rank == self._server and len(self._nodes) > 1:
             time.sleep(2 * self._beat_s)
 
     def _run(self) -> None:
-        looked_s, sent_s, count = time.monotonic(), 0.0, self._pulse.count
+        looked_s, sent_s, count = time.monotonic(), 0.0, self._progress.count
         while not self._closed.wait(min(self._beat_s / 2, _LOOK_S)):
             now_s = time.monotonic()
-            # Time for which this process was stopped, or its machine asleep, is none for which nothing moved.
+            # Time for which this process was stopped, or its machine asleep, does not count as a stall.
             passed_s, looked_s = min(now_s - looked_s, _LONGEST_PAUSE_S, self._stall_s / 2), now_s
             self._idle_s, self._stalled_s = self._idle_s + passed_s, self._stalled_s + passed_s
-            if count != self._pulse.count:
-                count, self._idle_s, self._stalled_s = self._pulse.count, 0.0, 0.0
-            may_be_stuck = self._idle_s > (self._crossed_s if self._pulse.phase in _COLLECTIVES else self._stall_s) / 4
+            if count != self._progress.count:
+                count, self._idle_s, self._stalled_s = self._progress.count, 0.0, 0.0
+            may_be_stuck = (
+                self._idle_s > (self._crossed_s if self._progress.phase in _COLLECTIVES else self._stall_s) / 4
+            )
             heard = ""
             if now_s - sent_s >= 0.9 * self._beat_s:
                 sent_s = now_s
@@ -140,7 +142,7 @@ class Watch:
                 return
 
     def _judged(self) -> str:
-        """Return the sentence where nothing has moved for too long."""
+        """Return the sentence about a stall, "" for none."""
         if self._may_last(seen := self._heartbeats.seen(self._own())):
             self._stalled_s = 0.0
         elif self._stalled_s > (self._crossed_s if _are_crossed(seen, self._crossed_s / 2) else self._stall_s):
@@ -158,9 +160,9 @@ class Watch:
         return all_live and any(beat.phase in _MAY_LAST for beat in seen.values())
 
     def _own(self) -> Beat:
-        pulse, frames = self._pulse, sys._current_frames()
+        progress, frames = self._progress, sys._current_frames()
         main = _frames(frames.get(threading.main_thread().ident or 0))
-        names, phase = _modules(main), pulse.phase
+        names, phase = _modules(main), progress.phase
         if "bdb" in names or "pydevd" in sys.modules:  # a person looks: pdb's prompt, or a debugger that may hold it
             phase = _DEBUGGER
         elif any(_COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
@@ -171,11 +173,11 @@ class Watch:
             phase = "data"
         own = [frame for frame in main if not is_machinery(frame.f_code.co_filename)]
         place = f"{Path(own[0].f_code.co_filename).name}:{own[0].f_lineno}" if own else ""
-        return Beat(pulse.count, pulse.step, phase, place, round(self._idle_s, 1))
+        return Beat(progress.count, progress.step, phase, place, round(self._idle_s, 1))
 
 
 def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> str:
-    """Return the sentence that names the ranks that stopped, and those that wait.
+    """Return the sentence that names the stopped and the waiting ranks.
 
     A rank whose last beat is older than `silence_s` does not live or cannot be reached.
     """
@@ -209,7 +211,7 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
 
 
 def _are_crossed(seen: dict[int, Beat], least_s: float) -> bool:
-    """Whether all ranks have waited for `least_s`, in collectives that are not the same, so that none will end."""
+    """Return whether all ranks have waited `least_s` in different collectives. None of those will end."""
     wait = all(beat.phase in _COLLECTIVES and beat.idle_s > least_s for beat in seen.values())
     return wait and len(set(map(_call, seen.values()))) > 1
 

@@ -1,4 +1,4 @@
-"""BatchNorm on a CPU by torch's kernels, fast for any number of channels.
+"""BatchNorm on a CPU by torch's kernels, fast for all channel counts.
 
 Where channels lie innermost (channels_last), torch's kernels take one pixel's channels at a time, and each thread adds
 up in its own row of one small table. Channels that fill no vector, such as PyramidNet's 21, 26 and 31, are then slow,
@@ -54,7 +54,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x, which is not empty."""
+    """Return Σ(dy·x̂) and Σdy per channel. x̂ is the normalised x, which is not empty."""
     x, parts = _fold(x)
     # The gradients of weight and bias, had the statistics been fixed, are these sums.
     fixed = _repeated(mean, parts), _repeated(var, parts)
@@ -67,7 +67,7 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot); `means` are all ranks' of both."""
+    """Return the input's gradient. It is w/s · (dy - total - x̂ · dot); `means` are all ranks' of dot and total."""
     scale, invstd = _scale(var, weight, eps)
     dot, total = torch.as_tensor(-means, dtype=var.dtype).view(2, -1).unbind()
     slope = dot.mul_(scale).mul_(invstd)
@@ -91,7 +91,7 @@ def _scale(var: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tens
 def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Return scale · x + offset in x's type and memory order."""
     folded, parts = _fold(x)
-    # Not unfolded from a tensor of the folded shape: autograd lets nobody change a view that a Function returns in
+    # Not unfolded from a tensor of the folded shape: autograd forbids changing a view that a Function returns in
     # place, as the ReLU after it does.
     y = torch.empty_like(x)
     # With channels innermost half the time of the kernel below, with channels apart up to four times as much.
@@ -108,7 +108,7 @@ def _affine(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor) -> tuple[Tensor, int]:
-    """Return x seen with k pixels as one, and k; else x, 1."""
+    """Return x with k pixels seen as one, and k. x that cannot be folded comes with 1."""
     pixels = x.numel() // x.shape[1]
     parts = math.gcd(pixels, FOLD)
     innermost = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
@@ -118,7 +118,7 @@ def _fold(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _like(other: Tensor, folded: Tensor) -> Tensor:
-    """Return another tensor of x's shape in that of the folded x."""
+    """Return `other`, of x's shape, in the shape of the folded x."""
     if other.shape == folded.shape:
         return other
     return other.permute(0, 2, 3, 1).reshape(folded.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
@@ -129,5 +129,5 @@ def _repeated(each: Tensor, parts: int) -> Tensor:
 
 
 def _spread(each: Tensor, x: Tensor, parts: int) -> Tensor:
-    """Return values per channel in a shape that meets the folded x."""
+    """Return values per channel in a shape that fits the folded x."""
     return _repeated(each, parts).view(-1, *[1] * (x.dim() - 2))

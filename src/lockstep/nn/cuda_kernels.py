@@ -1,4 +1,4 @@
-"""BatchNorm on a GPU by torch's kernels that no host waits for.
+"""BatchNorm on a GPU by torch's kernels, without host waits.
 
 Per channel tensors are (C,), images (N, C) or (N, C, …), x and dy in the same dense order of memory.
 """
@@ -13,7 +13,7 @@ from ..world.world import World
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return x without gaps in memory, which the kernels misread, ordered like `like`."""
+    """Return x without gaps in memory, ordered like `like`. The kernels misread gaps."""
     like = x if like is None else like
     orders = torch.channels_last, torch.channels_last_3d
     order = next((each for each in orders if like.is_contiguous(memory_format=each)), torch.contiguous_format)
@@ -42,7 +42,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ(dy·x̂) and Σdy per channel, x̂ the normalised x, which is not empty."""
+    """Return Σ(dy·x̂) and Σdy per channel. x̂ is the normalised x, which is not empty."""
     invstd = _invstd(var, eps)
     total, dot, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, False, False)
     return dot * invstd, total
@@ -51,7 +51,7 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Tensor
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot); `means` are all ranks' of both."""
+    """Return the input's gradient. It is w/s · (dy - total - x̂ · dot); `means` are all ranks' of dot and total."""
     invstd = _invstd(var, eps)
     dot, total = means.to(var.dtype).view(2, -1).unbind()
     # The kernel takes sums and counts: the means are sums of one. It wants Σdy·(x - mean), hence the division.

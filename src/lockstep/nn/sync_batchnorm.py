@@ -1,7 +1,7 @@
 """BatchNorm over all ranks, as one process would compute it.
 
 Ordinary BatchNorm takes mean and variance of the samples that its own rank holds, so that the model changes with
-the number of ranks. Here each rank hears the others' count, mean and variance of each channel, in float64: one
+the number of ranks. Here each rank gets the others' count, mean and variance of each channel, in float64: one
 all-gather forward. The gradient of the input needs two sums over the whole micro-batch: one exchange backward. With
 dy the gradient of the output, x̂ the normalised input, s the standard deviation, w the weight and n the global count
 of values per channel,
@@ -10,7 +10,7 @@ of values per channel,
 
 The gradients of weight and bias stay those of the rank's own samples: the strategy reduces them. A rank whose share is
 empty joins both collectives with zeros. torch's own `SyncBatchNorm` refuses a CPU, and on a GPU the host waits once a
-layer for it, to find the ranks without a sample. Here the global count stays on the device, so that nobody waits.
+layer, to find the ranks without a sample. Here the global count stays on the device: no host waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SyncBatchNorm(BatchNorm):
     """BatchNorm1d, 2d and 3d over the samples of all ranks of `world`.
 
     Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training `forward` and the
-    backward pass are *collective*; in evaluation nothing is communicated. It cannot be differentiated twice.
+    backward pass are *collective*; in evaluation nothing is communicated. No second derivatives.
     """
 
     world: World
@@ -163,7 +163,7 @@ _SYNCHRONOUS: dict[type[BatchNorm], type[SyncBatchNorm]] = {nn.SyncBatchNorm: Sy
     kind: type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {})
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 }
-"""What each of torch's kinds becomes: something that is of that kind, too."""
+"""Synchronous class for each of torch's kinds; those for 1d to 3d are subclasses of their kinds, too."""
 
 
 def convert(model: nn.Module, world: World) -> nn.Module:
@@ -196,7 +196,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def is_folded(model: nn.Module) -> bool:
-    """Return whether `fold` has found something to do in `model`."""
+    """Return whether `fold` has changed a layer of `model`."""
     return any(isinstance(norm, FoldedBatchNorm2d) for _, norm in _norms(model))
 
 

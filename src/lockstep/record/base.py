@@ -1,23 +1,23 @@
-"""What a run tells the world: events, and whoever records them.
+"""Events of a run, and the interface of their recorders.
 
 Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and lists. The events:
 
     start       lines (batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of earlier epochs),
-                total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder), covers (of whom each
-                number of steps and log is); of a classifier also shape (of a sample) and classes
+                total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder), covers (the ranks
+                of each number of steps and log); of a classifier also shape (of a sample) and classes
     steps       rows: a dict for each step since the last `steps`: step, epoch, loss, lr, samples, the user's values,
                 and grad_norm (of each step where gradients are clipped, else of an interval's last)
-    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s,
-                top1 (of the step's last micro-batch), and the telemetry
+    log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s
+                (None where the run's length is not known), top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, epoch, samples: an evaluation begins; of as in test
     eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
     test        step, of (which weights: last or best), of_step, top1, top5, loss, samples
-    checkpoint  step, path: of one that is safely on the disk
+    checkpoint  step, path: of one that is synced to disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and values by names of the user's own
     warning     text
-    proof       checks: what was proved so far, as summary.json has it
-    finish      what summary.json says
+    proof       checks so far, in the form of summary.json
+    finish      the fields of summary.json
     failed      exit, error
 
 `Recorders` adds `time` to all but `steps`, in seconds since 1970 (UTC). Losses, accuracies and rates are reduced over
@@ -33,13 +33,13 @@ from typing import Any
 
 
 class Recorder:
-    """Takes the events of one run, and drops them. `str()` of it is what it writes, in the user's words."""
+    """Drops the events of one run. `str()` names the files of a subclass, in the user's words."""
 
     def record(self, event: str, **fields: Any) -> None:
-        """Take one event; raise OSError where it cannot be written, which `Recorders` makes a warning."""
+        """Take one event. Raises OSError for a failed write, which `Recorders` makes a warning."""
 
     def close(self) -> None:
-        """Write what is still held back, and let go of files."""
+        """Write pending output and close files."""
 
 
 class Nothing(Recorder):
@@ -47,13 +47,13 @@ class Nothing(Recorder):
 
 
 class Epoch:
-    """What the steps of the epoch under way have come to, in the run's order; `before` it were so many steps."""
+    """Running means over the current epoch's steps, in order. `before` is the number of steps before it."""
 
     def __init__(self, before: int = 0) -> None:
         self._before, self._steps, self._loss, self._samples = before, 0, 0.0, 0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a step."""
+        """Add a step."""
         loss, samples = row.get("loss"), row.get("samples")
         self._steps += 1
         if isinstance(loss, float) and isinstance(samples, int):
@@ -63,7 +63,7 @@ class Epoch:
             self._loss = math.nan
 
     def means(self, step: int, epoch_s: float) -> dict[str, float]:
-        """Return the means of an epoch that ends with `step`; {} where some of its steps are in another folder."""
+        """Return the means of an epoch that ends with `step`. {} where another folder has some of its steps."""
         if self._steps != step - self._before or not self._samples or not math.isfinite(self._loss) or not epoch_s > 0:
             return {}
         mean, rate = self._loss / self._samples, self._samples / epoch_s
@@ -71,20 +71,20 @@ class Epoch:
 
 
 class Recorders(Recorder):
-    """Passes each event to several recorders, which are opened at `start`: a refused run leaves its folder untouched.
+    """Passes each event to several recorders. Opens them at `start`: a refused run leaves its folder untouched.
 
-    A full disk stops no training: a recorder that raises OSError misses that event, and all are told so, once for each.
+    A full disk does not stop training: a recorder that raises OSError misses that event, with one warning to all.
     """
 
     def __init__(self, opens: Callable[[], tuple[list[Recorder], Epoch]]) -> None:
-        """`opens` returns the recorders, and what the steps of the epoch under way have come to."""
+        """`opens` returns the recorders, and the current epoch's steps so far."""
         self._opens = opens
         self._recorders: list[Recorder] = []
         self._epoch = Epoch()
         self._failed: set[Recorder] = set()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Pass the event to each recorder, with its time, and an epoch's with the means over its steps."""
+        """Pass the event to each recorder. Adds its time, and at an epoch's end the means over its steps."""
         if event == "start":
             self._recorders, self._epoch = self._opens()
         elif event == "steps":
@@ -102,7 +102,7 @@ class Recorders(Recorder):
                 self._warn(recorder, error)
 
     def close(self) -> None:
-        """Close each recorder; those that are still open hear which of the others could not be written."""
+        """Close each recorder. Those still open record a warning for each that failed."""
         while self._recorders:
             recorder = self._recorders.pop(0)
             try:
@@ -112,7 +112,7 @@ class Recorders(Recorder):
 
     def _warn(self, recorder: Recorder, error: OSError) -> None:
         if recorder not in self._failed:
-            self._failed.add(recorder)  # before the others are told, which may fail in their turn
+            self._failed.add(recorder)  # before the warning, in which others may fail in turn
             why = error.strerror or error
             text = f"{recorder} could not be written ({why}); training goes on, the record may have gaps."
             self.record("warning", text=text)

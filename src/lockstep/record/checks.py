@@ -1,6 +1,6 @@
-"""What was proved of a run: each check as a value, in `summary.json` under "proof" and, readable, in `proof.md`.
+"""Results of a run's checks. Each is a value: "proof" in `summary.json` and, readable, in `proof.md`.
 
-A run writes its own checks when it ends (`record.manifest`); whoever checks something afterwards adds to them (`add`).
+A run writes its own checks when it ends (`record.manifest`); later commands add theirs (`add`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BIT_FOR_BIT = "bit for bit"
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One claim about a run, and what became of it."""
+    """One claim about a run, and its outcome."""
 
     HOLDS: ClassVar[str] = "holds"
     FAILS: ClassVar[str] = "fails"
@@ -56,7 +56,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def from_json(held: Any) -> list[Check]:
-    """Return the checks that a `summary.json` holds under "proof"; nothing of what newer versions add, or others."""
+    """Return the checks of "proof" in a `summary.json`. Skips unknown fields of newer versions, and invalid checks."""
     found = []
     for each in held.values() if isinstance(held, dict) else ():
         own = {key: each[key] for key in _KINDS if key in each} if isinstance(each, dict) else {}
@@ -67,7 +67,7 @@ def from_json(held: Any) -> list[Check]:
 
 
 def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
-    """Return the checks as `summary.json` holds them under "proof"."""
+    """Return the checks in the form of "proof" in `summary.json`."""
     return {check.name: dataclasses.asdict(check) for check in checks}
 
 
@@ -93,19 +93,19 @@ def sheet(title: str, checks: Sequence[Check]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text, which names of others' are part of, in one line of one cell, without a tag of HTML."""
+    """Return a text for one table cell. One line, with cell borders and HTML tags escaped."""
     return re.sub(r"([|<])", r"\\\1", one_line(text))
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write the folder's summary.json, and the proof.md that tells what it has under "proof"."""
+    """Write the folder's summary.json, and a proof.md of its "proof"."""
     write_json(folder / SUMMARY, summary)
     page = sheet(folder.absolute().name, from_json(summary.get("proof")))
     write_whole(folder / SHEET, page.encode(errors="backslashreplace"))
 
 
 def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
-    """Write `checks`, and the fields `more`, into the folder's summary.json and proof.md, beside what is there.
+    """Merge `checks` into the folder's summary.json and proof.md. Also the fields `more`, into the summary.
 
     A check replaces the one of its name. Raises OSError where the folder cannot be written, and ValueError where its
     summary.json is damaged.

@@ -1,4 +1,4 @@
-"""What a person sees: a calm bar on a terminal, plain lines in a log file.
+"""Console output: a bar on a terminal, plain lines elsewhere.
 
 On a terminal one line at the bottom moves, and results scroll by above it:
 
@@ -31,9 +31,9 @@ _LEAST_BAR = 12  # columns of the bar itself; on a narrow terminal numbers make 
 
 
 class Notices(Recorder):
-    """Shows how batches are shared out, warnings, and the end, for a script that says the rest itself.
+    """Shows batch shares, warnings, and the end. For a script that prints the rest itself.
 
-    With --quiet only the last two of any run, whose end goes to `out`.
+    With --quiet shows only the last two, of any run, and the end goes to `out`.
     """
 
     def __init__(self, out: Screen | None = None, *, quiet: bool = False) -> None:
@@ -47,10 +47,10 @@ class Notices(Recorder):
         return "The terminal"
 
     def record(self, event: str, **fields: Any) -> None:
-        """Show the event, if it is one that people look at."""
+        """Show the event, if it has a display."""
         show: Callable[[dict[str, Any]], None] | None = getattr(self, f"_show_{event}", None)
         if show is not None:
-            with contextlib.suppress(BrokenPipeError):  # whoever reads it, such as `head`, has seen enough
+            with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
                 show(fields)
 
     def _show_start(self, fields: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Notices(Recorder):
 
 
 class Terminal(Notices):
-    """Shows a run: results on `out`, warnings and, where `live`, a bar on `err`.
+    """Shows a run: results on `out`, warnings and a bar on `err`. The bar only if `live`.
 
     Where both are the same terminal they must be the same console, or bar and results would draw over each other.
     """
@@ -76,17 +76,17 @@ class Terminal(Notices):
         self._err, self._live, self._clock = err, live, clock
         self._bar: Progress | None = None
         self._shown_s = -float("inf")
-        self._numbers = ""  # what stands right of the bar
+        self._numbers = ""  # the text right of the bar
 
     @classmethod
     def detect(cls) -> Terminal:
-        """Return the terminal of this process: a bar where stderr can move, plain lines elsewhere."""
+        """Return the terminal of this process. A bar if stderr is interactive, else plain lines."""
         err = Screen(stderr=True)
         shared = err.is_interactive and sys.stdout.isatty()
         return cls(err if shared else Screen(), err, live=err.is_interactive)
 
     def close(self) -> None:
-        """Leave the bar where it is."""
+        """Stop the bar and leave it on screen."""
         if self._bar is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._bar.stop()
@@ -106,7 +106,7 @@ class Terminal(Notices):
                 expand=True,
                 redirect_stdout=self._out is self._err,
             )
-            begun = {"total": fields["total_steps"], "completed": fields["first_step"]}
+            begun = {"total": fields["total_steps"] or None, "completed": fields["first_step"]}
             self._bar.add_task("starting", **begun, numbers="first steps …")
             self._bar.start()
             self._bar.refresh()
@@ -126,13 +126,14 @@ class Terminal(Notices):
         if fields.get("top1") is not None:
             parts.append(f"train {fields['top1']:.1%}")
         parts.append(f"{fields['samples_per_s']:,.0f} {_unit(self._run)}s/s")
-        if fields.get("eta_s"):  # nothing at the last step
+        if fields.get("eta_s"):  # nothing at the last step, nor where that is not known
             parts.append(f"{duration(fields['eta_s'])} left")
         epoch = self._epoch(fields)
         if self._bar is None:
             self._out.say("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"]))
         else:
-            count = f"{fields['step']:,}/{self._run['total_steps']:,}"
+            total = self._run["total_steps"]
+            count = f"{fields['step']:,}" + (f"/{total:,}" if total else "")
             self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
             self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
 
@@ -178,7 +179,7 @@ def _top5(fields: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 
 
 def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[Part, ...]]:
-    """Yield lines of how a run has ended: its steps, scores, proofs and files."""
+    """Yield the final lines of a run: steps, scores, proofs, files."""
     done = f" after {counted(fields['steps'], 'step')}"
     if epochs_s := fields["epoch_s"]:
         done += f" and {duration(sum(epochs_s))} in {counted(len(epochs_s), 'epoch')}"
@@ -203,7 +204,7 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _fit(count: str, parts: list[str], width: int) -> str:
-    """Return `count` and `parts` in a line, without those that `width` columns cannot hold: the time left goes last."""
+    """Join `count` and `parts` within `width` columns. Drops what does not fit; the time left goes last."""
     for some in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
         if len(text := "  ".join(some)) <= width:
             return text
@@ -211,7 +212,7 @@ def _fit(count: str, parts: list[str], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` as a person would say it: 4.2 s, 3 min 12 s, 5 h 04 min, 2 d 3 h."""
+    """Return `seconds` in readable units. 4.2 s, 3 min 12 s, 5 h 04 min, 2 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, s = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
-"""`steps.jsonl`: every event of the run, one JSON object a line, to the last bit of each float.
+"""`steps.jsonl`: every event of the run, one JSON object a line. Floats keep every bit.
 
-Each event is one write: a killed process loses one interval at most, and only the last line can be cut. Where the disk
-is full, the lines wait in memory. `files.legal` says how NaN and infinities are written.
+Each event is one write: a killed process loses one interval at most, and only the last line can be cut. Lines that a
+full disk does not take wait in memory. `files.legal` defines the form of NaN and infinities.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class JsonLines(Recorder):
     """Appends events to the file at `path`."""
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: what is written is the kernel's, and survives the end of this process.
+        # Unbuffered: written data is in the kernel, and survives the end of this process.
         self._name = path.name
         self._file = open(path, "ab", buffering=0, opener=ours)
         self._waiting = b""
@@ -31,7 +31,7 @@ class JsonLines(Recorder):
         return self._name
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write the event as a line; `steps` as a line `step` for each of its rows."""
+        """Write the event as a line; `steps` as one line per row. Such a line's event is `step`."""
         rows = (
             [{"event": "step", **row} for row in fields["rows"]] if event == "steps" else [{"event": event, **fields}]
         )
@@ -42,7 +42,7 @@ class JsonLines(Recorder):
         self._write("".join(f"{visible_json(line)}\n" for line in lines))
 
     def close(self) -> None:
-        """Write what had found no room so far, and have the disk confirm the file."""
+        """Write the waiting lines and sync the file."""
         with self._file:
             self._write("")
             os.fsync(self._file.fileno())
@@ -54,9 +54,9 @@ class JsonLines(Recorder):
 
 
 def rewind(path: Path, *, step: int) -> Epoch:
-    """Cut the file back to what had happened by `step`, atomically; return the epoch under way.
+    """Truncate the file to `step`, atomically; return the current epoch.
 
-    Events of a later step go, and those without a step that came after one; so does a last line that a kill cut short.
+    Removes events of later steps, events without a step that follow one, and a last line that a kill cut short.
     """
     epoch, kept, beyond = Epoch(), list[bytes](), False
     if not path.exists():

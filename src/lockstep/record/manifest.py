@@ -1,4 +1,4 @@
-"""`manifest.json`: what has to be known to run the same again; `summary.json` and `proof.md`: how the run ended."""
+"""Write a run's manifest.json, summary.json and proof.md. How to repeat the run, and how it ended."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .result import RunResult
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that the numbers depend on; None for one that is missing."""
+    """Return the versions of Python and of relevant packages. None for a missing one."""
     # torch's own word: the package's metadata lacks the build, such as +cu130.
     own = {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
     return own | {name: version_of(name) for name in ("lockstep-torch", "torchvision", "numpy", "safetensors")}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit that `folder` is at, and whether tracked files differ from it; None where git does not tell.
+    """Return the commit of `folder`, and whether tracked files differ. None where git gives none.
 
-    Git would run the monitor, the hooks and the filters that somebody else's folder configures. So files are compared
-    from an empty git folder with that one's index and objects; what is stored filtered (LFS) may count as changed.
+    Git would run the monitor, the hooks and the filters that another user's folder configures. So files are compared
+    from an empty git folder with that one's index and objects; files stored filtered (LFS) may count as changed.
     """
     found: dict[str, Any] = {"git_commit": None, "git_dirty": None}
     # There may be no git, no repository, or one that takes long.
@@ -57,7 +57,7 @@ def _git(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[s
 
 
 def command_line(argv: list[str]) -> str:
-    """Return the words of a process as a shell would take them."""
+    """Return the words of a process in shell syntax."""
     program, *words = argv
     if Path(program).name == "__main__.py":  # python -m
         return shlex.join(["python", "-m", Path(program).parent.name, *words])
@@ -65,20 +65,20 @@ def command_line(argv: list[str]) -> str:
 
 
 class Documents(Recorder):
-    """Writes manifest.json when the run starts, summary.json and proof.md when it ends: whole files, atomically."""
+    """Writes manifest.json at the start, summary.json and proof.md at the end. Whole files, atomically."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         """`facts` are the topology and the hardware, for the manifest."""
         self._folder, self._facts = folder, facts
         self._before: dict[str, Any] = {}  # the summary of an earlier start
-        self._so_far: dict[str, Any] = {}  # what a run that does not end will have come to
+        self._so_far: dict[str, Any] = {}  # the result so far, for a run that does not end
         self._first_step = 0
 
     def __str__(self) -> str:
         return "manifest.json, or summary.json,"
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write what the event calls for, and keep what it tells of the run."""
+        """Write the event's files, and keep its facts for the summary."""
         known = self._so_far
         if event == "start":
             self._start(fields)
@@ -103,7 +103,7 @@ class Documents(Recorder):
             self._before = before if isinstance(before, dict) else {}
         if isinstance(best := self._before.get("best_top1"), float):
             self._so_far["best_top1"] = best
-        if self._before:  # an earlier end is none: a rank that is killed will not say how it ended
+        if self._before:  # the earlier end no longer counts: a killed rank writes no other
             write_json(self._folder / checks.SUMMARY, self._before | {"exit": None, "error": None})
         about = {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -117,7 +117,7 @@ class Documents(Recorder):
         write_json(self._folder / "manifest.json", about | git_state(Path.cwd()) | self._facts | decided)
 
     def _end(self, ended: Mapping[str, Any]) -> None:
-        # What this process did not measure, since it took up a run that others had begun, stays as it was.
+        # Values that this process did not measure, since it continued a run, stay as they were.
         told = {key: self._before.get(key) if value is None else value for key, value in ended.items()}
         own: dict[str, Any] = ended.get("proof") or {}
         others = checks.by_name(checks.from_json(self._before.get("proof")))

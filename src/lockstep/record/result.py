@@ -1,4 +1,4 @@
-"""What a run came to: the value that `train` returns and `summary.json` holds."""
+"""The result of a run: the value of `train`, stored in `summary.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """An exact evaluation: `top1` and `top5` as shares of `samples`, `loss` as the mean over them."""
+    """An exact evaluation. `top1` and `top5` as shares of `samples`, `loss` as the mean over them."""
 
     top1: float
     top5: float
@@ -60,9 +60,9 @@ class RunResult:
 
     @classmethod
     def unfinished(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `summary.json` says of a run that came to no end: the same keys, None where not `known`."""
+        """Return the `summary.json` of an unfinished run. The same keys, None where not `known`."""
         return {item.name: known.get(item.name) for item in dataclasses.fields(cls)} | {"covers": COVERS}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self) | {"epoch_s": list(self.epoch_s), "covers": COVERS}

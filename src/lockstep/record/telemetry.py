@@ -1,4 +1,4 @@
-"""What the hardware does meanwhile: step times, processor, memory. All values are this rank's own.
+"""Measure step times, processor load and memory, of this rank alone.
 
 Nothing waits for the device: step times on a GPU lie between CUDA events, which are read when the loss is read anyway.
 """
@@ -25,7 +25,7 @@ SAMPLED = (
 
 
 class StepClock:
-    """Seconds of each optimizer step, by the clock of the device that computes: a GPU's events, or the host's clock."""
+    """Seconds of each optimizer step, by the computing device's clock. A GPU's events, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device if device.type == "cuda" else None
@@ -34,11 +34,11 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """Mark the begin of a step that does not follow directly on the one before (after an evaluation)."""
+        """Begin a step that does not directly follow another. Such as after an evaluation."""
         self._begin = self._now()
 
     def tick(self) -> None:
-        """Mark the end of a step, which is the begin of the next."""
+        """End a step, and begin the next."""
         begin, self._begin = self._begin, self._now()
         self._spans.append((begin, self._begin))
 
@@ -65,7 +65,7 @@ class StepClock:
 
 
 class Telemetry:
-    """Samples this process and the devices that it drives; `sample` is meant for once a log interval."""
+    """Samples this process and its devices; call `sample` once a log interval."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._gpus = [device for device in devices if device.type == "cuda"]
@@ -77,7 +77,7 @@ class Telemetry:
         self.handles: list[Any] = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
 
     def sample(self) -> dict[str, float | int]:
-        """Return the numbers of `SAMPLED`, those of devices on GPUs and as far as the driver tells.
+        """Return the numbers of `SAMPLED`. Of devices only for GPUs, and as far as the driver has them.
 
         Percentages are since the last call, of one core for the process, of all for the host; of several GPUs they are
         the mean, and bytes the sum: `memory` held by tensors, `used` by all processes.
@@ -95,7 +95,7 @@ class Telemetry:
         return found
 
     def peak_memory_bytes(self) -> dict[str, int | None]:
-        """Return the most memory this process has held: `host` in all, `device` by tensors on its GPUs, if any."""
+        """Return this process's peak memory. `host` in all, `device` by tensors on its GPUs, if any."""
         host: int = self._process.memory_info().rss
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/status").read_text().splitlines():

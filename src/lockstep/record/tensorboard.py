@@ -1,7 +1,7 @@
-"""TensorBoard's event files, in the run's folder: `tensorboard --logdir runs` shows the curves.
+"""TensorBoard's event files, in the run's folder. `tensorboard --logdir runs` shows the curves.
 
-torch's SummaryWriter would hand them to a thread, which dies with a printed traceback where the disk is full. Here that
-is an OSError like any other, and costs one event.
+torch's SummaryWriter would pass them to a thread, which on a full disk dies with a printed traceback. Here that is an
+OSError like any other, and costs one event.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _KINDS = {bool: "bool_value", int: "number_value", float: "number_value"}  # of 
 
 
 class TensorBoard(Recorder):
-    """Writes numbers as curves over optimizer steps, and what was asked for.
+    """Writes numbers as curves over optimizer steps, and the config.
 
-    Of each interval one step is written, as it was: a point costs 14 µs, as much as a step of a tiny model may.
-    `config` is {option: value} in full; its options `identity`, with what `auto` chose, are the hyper-parameters. What
-    an earlier part of the run has written of steps after `resume_step` is dropped by TensorBoard.
+    Of each interval one step is written, unaveraged: a point costs 14 µs, as much as a step of a tiny model may.
+    `config` is {option: value} in full; its options `identity`, with what `auto` chose, are the hyper-parameters.
+    TensorBoard drops the points of earlier parts of the run after `resume_step`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TensorBoard(Recorder):
         self._file.close()
 
     def _asked(self, chosen: Mapping[str, Any]) -> list[Any]:
-        """Return the config as a table of text, and the hyper-parameters as TensorBoard's tab of that name has them."""
+        """Return the config as a text table, and as hyper-parameters. In the form of TensorBoard's tab of that name."""
 
         def of(plugin: str, content: bytes = b"") -> SummaryMetadata:
             return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))

@@ -1,1 +1,1 @@
-"""One run: its folder, which it alone holds, and its course from start to summary."""
+"""One run: its exclusive folder, and its course from start to summary."""

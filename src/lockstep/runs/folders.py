@@ -1,8 +1,8 @@
-"""The folder of a run: which one it is, and that it is this run's alone for as long as the run lasts.
+"""A run's folder: its choice, and its lock against other runs.
 
-Rank 0's process locks `.lock` in it, and who starts ranks again does between two starts. The system gives a lock back
-however its process ends: a killed run never blocks the next one. Locks are a process's: of two runs in one process
-neither is refused.
+Rank 0's process locks `.lock` in the folder; between two starts the supervisor does. The system releases a lock however
+its process ends: a killed run never blocks the next one. Locks belong to processes: of two runs in one process neither
+is refused.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md", "events.out.tfevents.*"),
     *("checkpoints", "failures", "output"),
 )
-"""The names that a run writes, the manifest when it starts."""
+"""The names of a run's files, of which the manifest is written at the start."""
 _LATE_S, _LOOK_S = 120.0, 0.2  # for an earlier start's rank 0 to end: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
 @contextlib.contextmanager
 def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
-    """Hold the folder of the run that `config` asks for while the block runs, made if it is new; yield its whole name.
+    """Lock the config's run folder within the block; yield its absolute path.
 
-    `before` is the folder of an earlier start of this very run, which may lie in it. Raises `RequestError` as `check`
-    does, and where the folder cannot be made, or is not here, though an earlier start has made it; `RunError` where
-    that start's rank 0, which may be of a lost node, holds it still. Where the block raises a `RequestError` and no
-    step was made, what was written goes, so that the command can be given again.
+    A new folder is made. `before` is the folder of an earlier start of this run, which may lie in it. Raises
+    `RequestError` as `check` does, and where the folder cannot be made, or is not here though an earlier start has made
+    it; `RunError` where that start's rank 0, perhaps of a lost node, still holds it. Where the block raises a
+    `RequestError` before any step, the files written are removed, so that the command can be given again.
     """
     path = check(config, before=before)
     if path is not None and path == before and not (path / LOCK).exists():
-        # Ranks of other nodes than rank 0's have written what they said to a folder of that name at most.
+        # Ranks of other nodes than rank 0's have at most written their output to a folder of that name.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
             "it has done would be lost; put --output where all nodes see it."
@@ -60,7 +60,7 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
     except OSError as error:
         raise unwritable(path, error) from error
     with lock:
-        with contextlib.suppress(OSError):  # a full disk is told of by what has to be written next
+        with contextlib.suppress(OSError):  # a full disk is reported by the next write
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {platform.node()}".encode())
         try:
@@ -73,7 +73,7 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
 
 def _withdraw(path: Path, is_new: bool) -> None:
     steps = path / "steps.jsonl"
-    with contextlib.suppress(OSError):  # what else somebody has put there stays
+    with contextlib.suppress(OSError):  # other files there stay
         if not (os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))):
             for each in _written_in(path, LOCK):
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
@@ -82,9 +82,9 @@ def _withdraw(path: Path, is_new: bool) -> None:
 
 
 def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
-    """Return the folder that `config` names, or None; raise `RequestError` where it cannot be a run's.
+    """Return the config's folder, or None. Raises `RequestError` where the folder cannot be a run's.
 
-    Where the ranks are started from here, they would find that out seconds later. `before` is as in `held`.
+    Checked before the ranks start, since they would find that out seconds later. `before` is as in `held`.
     """
     path, resume = _asked(config), config.checkpoint.resume
     if path is None or not os.path.lexists(path):
@@ -128,9 +128,9 @@ def _make(path: Path) -> None:
 
 
 def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
-    """Return the folder's lock file, locked until it is closed; raise `RequestError` where another run has it.
+    """Return the folder's lock file, locked until closed. Raises `RequestError` where another run has the lock.
 
-    With patience, it is an earlier start of this very run that may have it: `RunError` where it does not end.
+    With patience, the holder is an earlier start of this run: `RunError` where that does not end.
     """
     lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
     while not _lock(lock, is_first=not patience_s):
@@ -156,7 +156,7 @@ def _lock(file: IO[bytes], *, is_first: bool) -> bool:
     try:
         # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 2 if is_first else 1)
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # which those who have started this run may want
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # which this run's supervisor may want
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
@@ -165,18 +165,18 @@ def _lock(file: IO[bytes], *, is_first: bool) -> bool:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `RequestError` where another run has the folder, OSError where its lock file cannot be written."""
+    """Raise `RequestError` if another run holds the folder. Raises OSError for a lock file that cannot be written."""
     if os.path.lexists(folder / LOCK):
         _locked(folder).close()
 
 
 def _written_in(folder: Path, *more: str) -> list[Path]:
-    """Return the paths in the folder whose names a run writes, or are `more`."""
+    """List the folder's entries that a run writes, or that match `more`."""
     return [path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in (*_WRITTEN, *more))]
 
 
 def check_meant(config: RunConfig, file: Path) -> None:
-    """Raise `RequestError` where --resume auto continues another run than that whose config.toml is `file`."""
+    """Raise `RequestError` if --resume auto would not continue the run of `file`. That is a run's config.toml."""
     own = file.absolute().parent
     if config.checkpoint.resume != "auto" or config.record.output is not None or run_of(own) != own:
         return
@@ -190,7 +190,7 @@ def check_meant(config: RunConfig, file: Path) -> None:
 
 
 def unwritable(path: Path | None, error: OSError) -> RequestError:
-    """Return the error for a folder that does not take what a run has to write before it can begin."""
+    """Return the error for a folder that refuses a run's first files."""
     if error.errno in REFUSED:
         path = Path(error.filename)
     way = "make room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
@@ -198,7 +198,7 @@ def unwritable(path: Path | None, error: OSError) -> RequestError:
 
 
 def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
-    """Return the absolute folder of a run that starts later, elsewhere, and whether it was made now, as with `make`."""
+    """Return a later run's absolute folder, and whether `make` made it now."""
     path, name = check(config), default_name(config)
     is_new = make and (path is None or not path.exists())
     if path is None:
@@ -210,7 +210,7 @@ def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
 
 @contextlib.contextmanager
 def begun(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the config with the folder of the run that begins in the block; a new default one is made now.
+    """Yield the config with its run's folder; make a new default one.
 
     Where a rank is lost before rank 0 claims it, --resume auto then finds this folder, and not that of an earlier run.
     """
@@ -230,7 +230,7 @@ def begun(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def _asked(config: RunConfig) -> Path | None:
-    """Return the folder that the config names, or that holds the run to continue; None for a new default one."""
+    """Return the named or continued folder; None for a new default one."""
     asked, output = config.checkpoint.resume, config.record.output
     if output is None and asked:
         return _latest(config) if asked == "auto" else run_of(Path(asked))
@@ -244,7 +244,7 @@ def default_name(config: RunConfig) -> str:
 
 
 def fresh(name: str) -> Path:
-    """Make and return a new folder: runs/NAME, or runs/NAME-2 where that exists, and so on."""
+    """Make and return a new folder: runs/NAME, else runs/NAME-2, and so on."""
     while True:
         folder = _next(name)
         try:
@@ -262,7 +262,7 @@ def _next(name: str) -> Path:
 
 
 def _numbered(name: str) -> dict[int, Path]:
-    """Return the default folders of this name by their numbers: 1 is runs/NAME, 2 runs/NAME-2, …"""
+    """Return the default folders of this name by number. 1 is runs/NAME, 2 runs/NAME-2, …"""
     found = ((re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name), path) for path in RUNS.glob("*"))
     return {int(match[1] or 1): path for match, path in found if match}
 
@@ -274,8 +274,20 @@ def _latest(config: RunConfig) -> Path | None:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run's folder that a checkpoint lies in, or the path itself if it is one."""
+    """Return the run's folder at or above `path` (a checkpoint), or None."""
     for folder in (path, *list(path.absolute().parents)[:2]):  # RUN/checkpoints/last
         if (folder / "steps.jsonl").exists() or (folder / "checkpoints").is_dir():
             return folder
     return None
+
+
+def find(path: Path, *names: str) -> Path:
+    """Find a run's folder, given that folder or one of its checkpoints.
+
+    Raises `RequestError` where that has none of the files `names`.
+    """
+    folder = run_of(path) or path
+    if any((folder / name).is_file() for name in names):
+        return folder
+    found = f"lies in no run's folder: there is no {' and no '.join(names)}" if path.exists() else "is not there"
+    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")

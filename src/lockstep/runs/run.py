@@ -1,4 +1,4 @@
-"""One run's folder, held from its start to its summary: rank 0 alone decides on it and writes, and all hear of it."""
+"""One run from start to summary, in its own folder. Rank 0 alone chooses the folder and writes; all learn of it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from ..world.world import World
 from . import folders
 
 _CAME_UPON = "came upon"
-"""The note in which the first start of a run tells the next the last checkpoint that it came upon in its folder."""
+"""A note of a run's first start for the next: the last checkpoint that the run's folder had already."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run whose folder is held: the config with that folder, who records it, and what it goes on from."""
+    """A run with a held folder: its config, recorder and resumed state. `config` names the folder."""
 
     config: RunConfig
     recorder: Recorder
     state: State | None
-    again: str = ""  # how it can be continued once it was stopped, where that is not by a flag
+    resume_hint: str = ""  # how it can be continued once it was stopped, where that is not by a flag
 
 
 @contextlib.contextmanager
@@ -51,14 +51,14 @@ def opened(
     keys: Collection[str] = IDENTITY,
     console: Recorder | None = None,
     only: Collection[str] | None = None,
-    again: str = "",
+    resume_hint: str = "",
 ) -> Iterator[Opened]:
-    """Hold the run's folder while the block runs, and record what it raises (*collective*).
+    """Hold the run's folder within the block; record its errors (*collective*).
 
-    `keys` are the options that a continued run has to share with the one before, and `console` replaces what a run
-    shows to a person; the options in `only` are recorded, by default all. `again` is as in `Opened`.
+    `keys` are the options that a continued run must share with the one before. `console` replaces the recorder for a
+    person. The options in `only` are recorded, by default all. `again` is as in `Opened`.
     """
-    world.pulse.enter(SETUP)  # what rank 0 does with files, the others wait for
+    world.progress.enter(SETUP)  # the others wait while rank 0 works with files
     if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):
         raise RequestError(
             f"Rank {found[0]} was started with {found[1]}: the replicas would drift apart; "
@@ -71,7 +71,7 @@ def opened(
         folder = _claimed(stack, config, world, before)
         stack.enter_context(output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
         config = replace(config, record=replace(config.record, output=folder))
-        world.pulse.folder = folder
+        world.progress.folder = folder
         state = state or resume.load(config, world, keys=keys)  # of the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -82,7 +82,7 @@ def opened(
             step = state.meta["step"] if state else 0
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
-            yield Opened(config, recorder, state, again)
+            yield Opened(config, recorder, state, resume_hint)
         except Exception as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
@@ -101,7 +101,7 @@ def _opened(
     only: Collection[str] | None,
     shown: Recorder,
 ) -> tuple[list[Recorder], Epoch]:
-    """Return rank 0's recorders, opened, and the epoch under way; raise OSError where the folder is not writable."""
+    """Open rank 0's recorders; return them and the epoch under way. Raises OSError where the folder is not writable."""
     from ..record.tensorboard import TensorBoard  # rank 0's alone: it takes a while
 
     facts = {"topology": asdict(world.topology), "hardware": asdict(hardware.survey(visible_gpus()))}
@@ -113,10 +113,10 @@ def _opened(
 
 
 def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
-    """Return the config with which this start goes on where an earlier one was lost, and its folder (*collective*).
+    """Return (config, folder) to continue a lost earlier start (*collective*).
 
-    None and the config as it is where there was no earlier one, or it was lost before it had a folder. Raises
-    `RequestError` where what was noted of it is no folder that this command would have taken.
+    (`config`, None) without an earlier start, or where that was lost before it had a folder. Raises `RequestError`
+    where the noted folder is none that this command would have taken.
     """
     told = world.from_main(lambda: world.notes.read(FOLDER))
     if not told:
@@ -130,7 +130,7 @@ def _after(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
 
 
 def taken_up(config: RunConfig, told: Path) -> Path:
-    """Return the folder of an earlier start: the one that the flags name, else the default one `told`.
+    """Return an earlier start's folder: named by flags, or the default `told`.
 
     On several nodes the note comes over the network: it may choose among the runs that this command could have begun.
     """
@@ -148,14 +148,14 @@ def taken_up(config: RunConfig, told: Path) -> Path:
 
 
 def _last(folder: Path) -> str:
-    """Return the name of a run's last checkpoint, "" where it has none."""
+    """Return the name of a run's last checkpoint, or ""."""
     found = find(folder)
     return Path(os.path.realpath(found)).name if found else ""
 
 
 def _claimed(stack: contextlib.ExitStack, config: RunConfig, world: World, before: Path | None) -> Path:
-    """Hold the run's folder, which is returned, until `stack` is left (*collective*); `before` is as in `held`."""
-    # By its whole name: a data set of the user's may change the working folder.
+    """Hold the run's folder until `stack` is left; return its path (*collective*). `before` is as in `held`."""
+    # An absolute path: a data set of the user's may change the working folder.
     path = Path(world.from_main(lambda: str(stack.enter_context(folders.held(config, before=before)))))
     if world.is_main:
         if before is None:
@@ -165,9 +165,9 @@ def _claimed(stack: contextlib.ExitStack, config: RunConfig, world: World, befor
 
 
 def _lasting(config: RunConfig, folder: Path) -> RunConfig:
-    """Return what makes the run, as it was asked for: what repeats it in another folder.
+    """Return the config that repeats the run in another folder.
 
-    How its ranks met, where it is written, and that it goes on in its own folder belong to this start.
+    Without what belongs to this start: how its ranks met, where it is written, and that it goes on in its own folder.
     """
     parallel = replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
     parallel = replace(parallel, clear_meeting=False, interface="")

@@ -1,1 +1,1 @@
-"""The public API for a loop of the user: the session, its script, scoring."""
+"""Public API for user-written training loops: session, script, scoring."""

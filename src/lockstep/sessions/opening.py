@@ -1,4 +1,4 @@
-"""`lockstep.session()`: this rank of the job that a script was started in."""
+"""`lockstep.session()`: one rank's session for a user script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from ..config.options import apply, flatten, leaves
+from ..config.options import OF_A_SESSION, apply, flatten, left_to_command
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..record.base import Nothing
@@ -15,27 +15,17 @@ from ..runs.run import Opened, opened
 from . import script
 from .session import Session
 
-OPTIONS = (
-    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
-    *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
-    *("timeout", "stall-timeout", "collectives"),
-)
-"""The options of `lockstep train` that a session takes; on all else the script decides."""
-_SECTIONS = ("parallel", "checkpoint", "record")
-_RECORDED = {"model", "data", *OPTIONS, *(leaf.key for leaf in leaves() if leaf.section in _SECTIONS)}
-"""The options that a script leaves to the command, and its name."""
-
 
 def session(**options: Any) -> Session:
-    """Return this rank of the job that the script was started in, or alone where nothing has started it.
+    """Return this rank's session. A process without a launcher is the only rank.
 
-    `options` are those of `lockstep train` in `OPTIONS`, by their names (`output="runs/mnist"`, `resume="auto"`,
+    `options` are those of `lockstep train` in `OF_A_SESSION`, by their names (`output="runs/mnist"`, `resume="auto"`,
     `accumulate=4`, `precision="bf16"`, `seed=1` …); flags of `lockstep run` beat them. Call it once, before the model
     is made: the weights follow from the seed. Raises `RequestError` for options that cannot be honoured.
     """
     named = {name.replace("_", "-"): value for name, value in options.items()}
-    if strange := [name for name in named if name not in OPTIONS]:
-        raise RequestError(f"lockstep.session takes no {strange[0]!r}; it takes {', '.join(OPTIONS)}.")
+    if strange := [name for name in named if name not in OF_A_SESSION]:
+        raise RequestError(f"lockstep.session takes no {strange[0]!r}; it takes {', '.join(OF_A_SESSION)}.")
     # A model keeps the order of memory that its user gave it.
     config = apply(apply(RunConfig(), {"channels-last": "off"}, source="a session"), named, source="lockstep.session")
     again, started = "", script.take()
@@ -46,7 +36,7 @@ def session(**options: Any) -> Session:
         config = apply(config, flags, source="the flags")
     else:
         started = script.own_process(config)
-        config = dataclasses.replace(config, parallel=started.config.parallel)  # what started it, and how many
+        config = dataclasses.replace(config, parallel=started.config.parallel)  # the launcher, and the number of ranks
         how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
         again = f"continue with the same command{how}"
     world = started.world
@@ -54,7 +44,8 @@ def session(**options: Any) -> Session:
         Opened(config, Notices() if world.is_main else Nothing(), None)
     )
     if has_folder:
-        run = opened(config, world, keys=("seed",), console=Notices(), only=_RECORDED, again=again)
+        recorded = {"model", "data", *left_to_command()}
+        run = opened(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=again)
     made = Session(config, world, run)
     started.closing.append(made.close)
     return made

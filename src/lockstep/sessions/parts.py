@@ -1,4 +1,4 @@
-"""What `session.prepare` makes of models, optimizers, schedules and loaders."""
+"""Preparation of a session's models, optimizers, schedules and loaders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..world.world import World
 
 
 def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
-    """Return the model on this rank's device, with rank 0's weights, computing in `precision` (*collective*)."""
+    """Place the model on this rank's device (*collective*). Weights are rank 0's; forward runs in `precision`."""
     model = model.to(world.device, precision.cast)
     with torch.no_grad():
         world.broadcast([*model.parameters(), *model.buffers()])
@@ -35,7 +35,7 @@ def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
 
 
 def refine(owner: Any, name: str, by: Callable[..., Any]) -> None:
-    """Have `owner.name(…)` call `by(what it was, …)`, by its class: a copy is its own, and its state as before."""
+    """Have `owner.name(…)` call `by(original, …)`. Only its class changes: copies are independent, state stays."""
     kind: Any = type(owner)
 
     def refined(self: Any, *given: Any, **named: Any) -> Any:
@@ -45,21 +45,21 @@ def refine(owner: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def step_by(optimizer: Optimizer, by: Callable[[Optimizer, Callable[[], Any], Any], Any]) -> None:
-    """Have `optimizer.step(closure)` call `by(optimizer, what its step was, closure)`."""
+    """Have `optimizer.step(closure)` call `by(optimizer, original step, closure)`."""
     own = optimizer.step
     before = own if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
 
     def step(optimizer: Optimizer, closure: Any = None) -> Any:
         return by(optimizer, before, closure)
 
-    # A bound method of the object: schedules bind anew what they find, and look for the mark of their own.
+    # A bound method of the object: schedules rebind the `step` that they find, and look for their own mark.
     optimizer.step = types.MethodType(functools.update_wrapper(step, own), optimizer)  # type: ignore[method-assign]
     if type(optimizer).zero_grad is Optimizer.zero_grad:
         optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
 
 
 def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """Do what torch's own does, less a profiler's range, which costs more than the work."""
+    """Zero gradients without torch's profiler range. The range costs more than the work."""
     if not set_to_none:
         Optimizer.zero_grad(optimizer, set_to_none=False)
         return
@@ -69,7 +69,7 @@ def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
 
 
 class Loader:
-    """A prepared DataLoader: yields this rank's shares. Other attributes are those of the user's own."""
+    """Prepared DataLoader over this rank's shares. Other attributes are those of the user's DataLoader."""
 
     def __init__(self, shared: SharedLoader, batches: Callable[[SharedLoader], Iterator[Any]]) -> None:
         self.loader: DataLoader[Any] = shared.loader
@@ -79,7 +79,7 @@ class Loader:
         return self._batches(self.shared)
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps in an epoch, which is what a schedule counts."""
+        """Return the number of optimizer steps per epoch, for schedules."""
         steps = self.shared.steps()
         if steps is None:
             raise TypeError("the length of this loader's data set is not known")
@@ -90,7 +90,7 @@ class Loader:
 
 
 def _as_float32(value: Any) -> Any:
-    """Return what a model has put out, its half-precision tensors as float32, at any depth of lists and dicts."""
+    """Return a model's output with half-precision tensors in float32. Covers any depth of lists and dicts."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):

@@ -1,10 +1,9 @@
-"""The scores of a job's model on one of its sets: while it trains, and for `lockstep eval`, by class and by sample."""
+"""Scores of a job's model, during training and for `lockstep eval`. The latter also by class and by sample."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,8 @@ from ..runs.folders import unwritable
 from ..steps import report
 from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
+from ..steps.position import Position
 from ..steps.prepared import Source
-from ..steps.progress import Progress
 from ..training import losses
 from ..world.world import World
 from .session import Session
@@ -35,31 +34,29 @@ if TYPE_CHECKING:
     from ..data.source import Source as Data
 
 SCORES = "scores.json"
-_PROBED = 8  # samples by which a loss of the user's is judged
+_PROBED = 8  # samples on which a user's loss is checked
 _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
-Shares = Iterable[tuple[Tensor, Tensor]]
 
 
 class Classifier:
-    """A job's task: a loss of scores and labels, and exact top-1 and top-5 (see `engine.Task`)."""
+    """Classification task of a job (see `engine.Task`). Its loss takes scores and labels; top-1 and top-5 are exact."""
 
-    def __init__(self, job: Job, session: Session, step: Callable[[Job, int, Shares], None]) -> None:
-        """`step` is `engine.train_step`."""
+    def __init__(self, job: Job, session: Session) -> None:
         self.source: Source = job
         self.optimizer, self.lr, self.average = job.optimizer, job.lr, job.average
         self.result: RunResult | None = None  # once the run has ended
-        self._job, self._loop, self._step = job, session.loop, step
+        self._job, self._loop = job, session.loop
 
     def begin(self) -> None:
-        """Begin the session's run, judge the user's loss, and rehearse a step (*collective*)."""
+        """Begin the run, check the user's loss, dry-run a step (*collective*)."""
         job = self._job
         self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
-        job.strategy.settle(job.model, self._rehearse)
+        job.strategy.prepare(job.model, self._dry_run)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
-        """Return the sum of the loss over the samples x (n, …), y (n,), and what it is of; n may be 0."""
+        """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,); n may be 0."""
         x, y = batch
         loss, logits = self._job.loss(x, y)
         return loss, None, (logits.detach(), y)
@@ -68,12 +65,12 @@ class Classifier:
         with contextlib.closing(self._job.micros(0)) as micros:
             return next(micros)
 
-    def _rehearse(self) -> None:
+    def _dry_run(self) -> None:
         first = self._first()
-        self._step(self._job, first.total, [first.batch])
+        self._job.train_step(first.total, [first.batch])
 
     def _check_loss(self) -> None:
-        """Raise `RequestError` where the user's own loss is no sum over the first samples of the run."""
+        """Raise `RequestError` unless the user's loss sums over samples. Probes the run's first samples."""
         job, name = self._job, f"--loss {self._job.config.optim.loss}"
         x, y = (part[:_PROBED] for part in self._first().batch)
         with evaluating(job.model), job.precision.autocast():
@@ -91,15 +88,15 @@ class Classifier:
         losses.check_sum(name, *told, of=f"{len(y)} samples (scores {tuple(logits.shape)}, labels {tuple(y.shape)})")
 
     def evaluate(self) -> None:
-        """Score the weights on the set that `best` is chosen by (*collective*)."""
-        data, progress = self._job.data, self._loop.progress
-        scores = self._scored(data.judged, epoch=progress.epochs)
+        """Score the weights on the set for choosing `best` (*collective*)."""
+        data, position = self._job.data, self._loop.position
+        scores = self._scored(data.judged, epoch=position.epochs)
         self._loop.judge(scores.top1, scores, on=data.best_on)
 
     def _scored(self, source: Data, **told: Any) -> Scores:
-        """Return the scores on `source` (*collective*); raises `Stopped` where that was asked for meanwhile."""
-        loop, ledger = self._loop, self._loop.proofs.ledger
-        loop.recorder.record("evaluate", step=loop.progress.step, samples=len(source), **told)
+        """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
+        loop, ledger = self._loop, self._loop.checks.ledger
+        loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
         how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
         scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
         if scores is None:
@@ -107,25 +104,25 @@ class Classifier:
         return scores
 
     def _test(self, weights: str, of_step: int) -> dict[str, Any]:
-        """Return the scores on the test set of the `last` or the `best` weights, which the model has (*collective*)."""
+        """Return the current weights' scores on the test set (*collective*). `weights` is `last` or `best`."""
         loop, data = self._loop, self._job.data.test
-        step = loop.progress.step
+        step = loop.position.step
         epoch = (step - 1) // self._job.steps()
         scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
-        loop.proofs.end_evaluation(epoch, step, len(data))
+        loop.checks.end_evaluation(epoch, step, len(data))
         loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
         return {"step": of_step} | scores
 
     def _come_to(self) -> dict[str, Any]:
-        """Return what the run has come to, with the scores on the test set (*collective*). Raises `Stopped`."""
-        job, loop, meter, progress = self._job, self._loop, self._loop.meter, self._loop.progress
-        assert progress.scores is not None
-        scores = dataclasses.asdict(progress.scores)
-        test, best = {"step": progress.step} | scores, dict[str, Any]()
+        """Return the run's result with test scores (*collective*). Raises `Stopped`."""
+        job, loop, meter, position = self._job, self._loop, self._loop.meter, self._loop.position
+        assert position.scores is not None
+        scores = dataclasses.asdict(position.scores)
+        test, best = {"step": position.step} | scores, dict[str, Any]()
         if job.data.validation is not None:
-            test = best = self._test("last", progress.step)
-            if progress.stale:
-                state = best_of(job.config, job.world, progress)
+            test = best = self._test("last", position.step)
+            if position.stale:
+                state = best_of(job.config, job.world, position)
                 if state is not None:
                     restore_model(job, state)
                 best = {} if state is None else self._test("best", state.meta["step"])
@@ -140,21 +137,21 @@ class Classifier:
         self.result = RunResult(
             **scores,
             **measured,
-            best_top1=max(progress.best_top1, progress.scores.top1),
+            best_top1=max(position.best_top1, position.scores.top1),
             best_on=job.data.best_on,
             test=test,
             test_best=best or None,
-            stopped="" if loop.is_done else progress.stalled(job.config.patience),
-            steps=progress.step,
-            epoch_s=tuple(progress.epoch_s),
-            proof=loop.proofs.checks(),
+            stopped="" if loop.is_done else position.stalled(job.config.patience),
+            steps=position.step,
+            epoch_s=tuple(position.epoch_s),
+            proof=loop.checks.outcomes(),
             output=shown(job.config.record.output),
         )
         return self.result.as_json()
 
 
 def scored(job: Job, source: Data, **how: Any) -> Scores | None:
-    """Return what `evaluate` does of the job's model, or of its average (*collective*)."""
+    """Return `evaluate`'s scores of the job's model or average (*collective*)."""
     models = [job.model] if job.average is None else [job.model, job.average.module]
     for model in models:
         job.strategy.agree_on_buffers(model)
@@ -164,15 +161,15 @@ def scored(job: Job, source: Data, **how: Any) -> Scores | None:
 
 
 def restore_model(job: Job, loaded: State) -> None:
-    """Put a loaded state's weights into the job's model, and into the averaged one, for evaluation alone."""
+    """Load a state's weights into the model and average. For evaluation alone."""
     with understanding(loaded.origin or Path("the checkpoint")):
         load_model(job.model, loaded.part("model"))
         if job.average is not None:
             load_model(job.average.module, loaded.part("ema"))
 
 
-def best_of(config: RunConfig, world: World, progress: Progress) -> State | None:
-    """Return the best weights' checkpoint; None where not every rank has it (*collective*)."""
+def best_of(config: RunConfig, world: World, position: Position) -> State | None:
+    """Return the best checkpoint; None unless every rank has it (*collective*)."""
     folder = config.record.output
     if folder is None:
         return None
@@ -180,7 +177,7 @@ def best_of(config: RunConfig, world: World, progress: Progress) -> State | None
     with contextlib.suppress(RequestError):
         state = resume.load(dataclasses.replace(config, checkpoint=asked), world)
         # A disk that was full may have left out the best.
-        if state is not None and (state.meta["scores"] or {}).get("top1") == progress.best_top1:
+        if state is not None and (state.meta["scores"] or {}).get("top1") == position.best_top1:
             return state
     return None
 
@@ -193,9 +190,9 @@ def evaluate_checkpoint(
     folder: Path | None = None,
     predictions: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the exact scores of the checkpoint that `config.checkpoint.resume` names (*collective*).
+    """Return the exact scores of the checkpoint in `config.checkpoint.resume` (*collective*).
 
-    They are written to `folder`/scores.json, and what the model says of each sample to the CSV file `predictions`.
+    Scores are written to `folder`/scores.json, and each sample's prediction to the CSV file `predictions`.
     """
     loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
@@ -234,7 +231,7 @@ def evaluate_checkpoint(
 
 
 def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the samples and the top1 of each class, None of one without samples, from (index, label, predicted, …)."""
+    """Return each class's samples and top1 (None without samples). Rows are (index, label, predicted, …)."""
     labels, is_hit = rows[:, 1].astype(np.int64), rows[:, 1] == rows[:, 2]
     samples, hits = (np.bincount(labels[chosen], minlength=classes).tolist() for chosen in (slice(None), is_hit))
     return [

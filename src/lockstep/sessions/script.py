@@ -1,14 +1,15 @@
-"""A script of the user's as what each rank runs, and what its call of `lockstep.session()` finds around it.
+"""User scripts as rank programs: start, session lookup, errors, exit.
 
-Under `lockstep run [flags] train.py`, `Script` is the entry of a launcher, and `take` what the session finds. Under
-`torchrun … train.py` or `python train.py` nothing is around it: `own_process` joins the others, tells errors at the top
-of the script, and leaves the world when the process ends. What the script raises is told with its own frames alone, by
-the rank that is the root cause.
+Under `lockstep run [flags] train.py`, `Script` is a launcher's entry, and `take` returns the started world. Under
+`torchrun … train.py` or `python train.py`, without a launcher of ours, `own_process` joins the other ranks, reports
+errors at the top of the script, and leaves the world when the process ends. The rank of the root cause reports a
+script's error, with the script's frames alone.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import multiprocessing
 import runpy
 import sys
@@ -31,26 +32,28 @@ from ..printable import told, visible
 if TYPE_CHECKING:
     from ..world.world import World  # which imports torch; the command that starts a script does not
 
+_EXITS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+
 
 class ScriptError(RunError):
-    """The script raised; `trace` begins at its first frame."""
+    """Error raised by the script; `trace` begins at the script's first frame."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a script finds when it calls `lockstep.session()`."""
+    """Context that `lockstep.session()` finds: config, world, flags, closing callbacks."""
 
     config: RunConfig
     world: World
     given: frozenset[str] = frozenset()
     """The names, without dashes, of the flags that `lockstep run` was given."""
     closing: list[Callable[[BaseException | None], None]] = field(default_factory=list)
-    """Called when the script has ended, before the world is left, the last one first, with the error that ended it."""
+    """Callbacks after the script's end, before leaving the world: last one first, with the script's error or None."""
 
     def end(self, error: BaseException | None) -> tuple[BaseException | None, BaseException | None]:
-        """Close what the script has opened; return the error that it ended with, and what is to be raised for it.
+        """Close the script's resources; return its error, and the error to raise.
 
-        A lone rank's SystemExit is Python's business.
+        A lone rank's SystemExit is left to Python.
         """
         if isinstance(error, SystemExit) and not _status(error):
             error = None
@@ -70,7 +73,7 @@ _own: _OwnProcess | None = None
 
 
 def take() -> Started | None:
-    """Return what `lockstep run` has started; None where it has not, and `own_process` comes next."""
+    """Return the context that `lockstep run` started. None without `lockstep run`; call `own_process` then."""
     global _taken
     if _taken:
         raise RequestError("lockstep.session() was called twice: a process has one session; keep it and pass it on.")
@@ -79,7 +82,7 @@ def take() -> Started | None:
 
 
 def own_process(config: RunConfig) -> Started:
-    """Join the world as a rank, until this process ends; after `take` (*collective*)."""
+    """Join the world as a rank until this process ends (*collective*). Call after `take`."""
     global _own
     _own = _OwnProcess()
     return _own.join(config)
@@ -95,16 +98,16 @@ def closed() -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """An entry for the launchers: each rank runs the script as `python SCRIPT ARGUMENTS` does."""
+    """Launcher entry: each rank runs the script as `python SCRIPT ARGUMENTS`."""
 
     name: str
-    """Its path or, with -m, the name of its module."""
+    """The script's path or, with -m, its module's name."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     given: frozenset[str] = frozenset()
 
     def __call__(self, config: RunConfig, world: World) -> int:
-        """Run the script; return its exit code, which is 0 where there are several ranks."""
+        """Run the script; return its exit code, 0 with several ranks."""
         try:
             _ranked(self.name, self._run, Started(config, world, self.given))
         except SystemExit as end:
@@ -124,7 +127,7 @@ class Script:
 
 @dataclass(frozen=True)
 class _Function:
-    """An entry for the launchers: each rank calls a function of the user's, which calls `lockstep.session()`."""
+    """Launcher entry: each rank calls the user's function. The function calls `lockstep.session()`."""
 
     function: Callable[[], Any]
     given: frozenset[str]
@@ -134,11 +137,11 @@ class _Function:
 
 
 def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options: Any) -> Any:
-    """Run a function on every rank, and return what rank 0's returns; None in processes of other ranks.
+    """Run a function on every rank; return rank 0's result. Processes of other ranks return None.
 
-    With a `config`, `entry(config, world)` is called. Without one, `entry()` is, which calls `lockstep.session()`, on
-    the ranks that `options` ask for, by the names of `lockstep run`'s flags: `launch(main, devices=2)`. A function that
-    several processes run must be importable by name. Raises a `LockstepError` for what goes wrong in any rank.
+    With a `config`, `entry(config, world)` is called. Without one, `entry()` is called and calls `lockstep.session()`,
+    on the ranks that `options` ask for, by the names of `lockstep run`'s flags: `launch(main, devices=2)`. A function
+    that several processes run must be importable by name. Raises a `LockstepError` for a failure in any rank.
     """
     try:
         if not callable(entry):
@@ -155,7 +158,7 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Tell an error of ours that reaches the top of the program in one sentence, and end with its exit code."""
+    """Print an uncaught `LockstepError` in one sentence; exit with its code."""
     if not isinstance(error, LockstepError):
         sys.__excepthook__(kind, error, trace)
         return
@@ -165,10 +168,10 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
-    """Return what `run()` returns, as a rank; raises what it is to be told as, and SystemExit of a rank alone."""
+    """Run the script as a rank; return its result. Raises the error to report, and SystemExit of a lone rank."""
     global _started, _taken
     before, (_started, _taken) = (_started, _taken), (started, False)
-    started.world.pulse.enter(SETUP)  # until the script's loop has begun
+    started.world.progress.enter(SETUP)  # until the script's loop has begun
     error: BaseException | None = None
     found = None
     try:
@@ -187,7 +190,7 @@ def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
     if raises is None:
         return found
     if error is not None and raises is not error:
-        traceback.clear_frames(error.__traceback__)  # with them data workers go, which end in order
+        traceback.clear_frames(error.__traceback__)  # frees data workers, which then end in order
     raise raises
 
 
@@ -196,7 +199,7 @@ def _status(end: SystemExit) -> int:
 
 
 def _raised(error: BaseException, rank: int) -> BaseException:
-    """Return what is raised for an error of the script's, with its own frames; for others, such as ours, themselves."""
+    """Return the error to raise for a script's error. It has the script's frames; other errors stay as they are."""
     raises: BaseException
     if isinstance(error, UnmatchedError):
         raises = RunError(failures.describe(error, rank).sentence)
@@ -215,43 +218,46 @@ def _raised(error: BaseException, rank: int) -> BaseException:
 
 
 class _OwnProcess:
-    """A process that somebody has started with the script: how its errors are told, and how it ends."""
+    """Process started with the script: joining, error reports and exit."""
 
     def __init__(self) -> None:
         self._kept = ExitStack()
         self._started: Started | None = None
         self._exit: SystemExit | None = None
         self._hook, sys.excepthook = sys.excepthook, self._fail
-        self._leave_by: Callable[..., NoReturn] = sys.exit
+        self._exits: dict[tuple[Any, str], Callable[..., NoReturn]]  # what they were
+        self._exits = {(owner, name): getattr(owner, name) for owner, name in _EXITS if hasattr(owner, name)}
 
     def join(self, config: RunConfig) -> Started:
-        """Join the world, which is left when the process ends."""
+        """Join the world until the process ends."""
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RequestError(
                 "A process that the script has started, such as a data worker, imports the script and would run it "
                 'anew; put what the script does under `if __name__ == "__main__":`.'
             )
         self._started = Started(*self._kept.enter_context(table.joined(config)))
-        self._started.world.pulse.enter(SETUP)  # until the script's loop has begun
+        self._started.world.progress.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
-        sys.exit = self._note  # Python tells nobody what a process is about to end with
+        for owner, name in self._exits:
+            setattr(owner, name, self._note)  # Python tells nobody what a process is about to end with
         return self._started
 
     def _note(self, code: Any = None) -> NoReturn:
         self._exit = SystemExit(code)
-        self._leave_by(code)
+        self._exits[sys, "exit"](code)
 
     def leave(self) -> None:
-        """Leave the world before the process ends; what the process does from then on is told by Python."""
+        """Leave the world before the process ends. Python reports later errors."""
         atexit.unregister(self._end)
         if sys.excepthook == self._fail:
             sys.excepthook = self._hook
-        if sys.exit == self._note:
-            sys.exit = self._leave_by
+        for (owner, name), own in self._exits.items():
+            if getattr(owner, name, None) == self._note:
+                setattr(owner, name, own)
         self._kept.close()
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Take the place of `sys.excepthook`."""
+        """Report an uncaught error, as `sys.excepthook`."""
         code = self._leave(error)
         if isinstance(error, KeyboardInterrupt):
             return  # Python ends the process by the signal
@@ -260,7 +266,7 @@ class _OwnProcess:
         raise SystemExit(code)
 
     def _end(self) -> None:
-        """Leave at the end of the process."""
+        """Leave the world at process exit."""
         # Where another excepthook has taken the place of ours, Python keeps the error that was told there.
         error = self._exit or getattr(sys, "last_value", None)
         code = self._leave(error)
@@ -268,7 +274,7 @@ class _OwnProcess:
             bounded.leave(code)
 
     def _leave(self, error: BaseException | None) -> int:
-        """Close what the session has opened, leave the world, tell the error; return the exit code."""
+        """Close, leave the world, report the error; return the exit code."""
         global _own
         _own = None
         atexit.unregister(self._end)
@@ -279,7 +285,7 @@ class _OwnProcess:
         elif error is not None:
             raises = _raised(error, 0)
         if size == 1 and isinstance(error, SystemExit):
-            error = raises = None  # which Python tells
+            error = raises = None  # which Python reports
         try:
             self._kept.__exit__(None if raises is None else type(raises), raises, None)
         except BaseException as last:

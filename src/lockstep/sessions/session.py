@@ -1,4 +1,4 @@
-"""A loop of one's own, on any number of devices: what `lockstep.session()` returns.
+"""Session for a user-written training loop on any number of devices.
 
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     for epoch in session.epochs(10):
@@ -7,14 +7,15 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The loader's batch size is the global batch. What it yields is this rank's share of one global micro-batch; the
-gradients of all shares are weighed, so that they add up to those of the mean over the global batch, and summed over the
+The loader's batch size is the global batch. The loader yields this rank's share of one global micro-batch; the
+gradients of all shares are weighted to add up to those of the mean over the global batch, and summed over the
 ranks at the end of the last micro-batch's backward pass. Methods marked *collective* are called by every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -30,7 +31,6 @@ from ..config.schema import RunConfig
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError
 from ..models.modes import evaluating
-from ..models.weights import seed_weights
 from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
 from ..record.telemetry import SAMPLED
@@ -39,6 +39,7 @@ from ..steps.loop import Loop
 from ..steps.prepared import Prepared, Source
 from ..training.gradients import GlobalBatch, check_loss, on_device
 from ..training.precision import Precision
+from ..world.random_state import seed_weights
 from ..world.world import World
 from . import parts, script
 
@@ -46,12 +47,12 @@ _TAKEN = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
-"""What records have of their own."""
+"""Names that records have of their own."""
 _EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
 
 
 class Session:
-    """One rank of a job, and what its loop needs: `world` says which ranks there are, `device` where this one is."""
+    """One rank's session. `world` describes the ranks, `device` is this rank's device."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Session:
         prepared: Prepared | None = None,
         precision: Precision | None = None,
     ) -> None:
-        """Join in (*collective*); `run` is held until the session is closed.
+        """Start the session (*collective*); `run` is held until `close`.
 
         `prepared` and its `precision` are a job's, whose gradients a strategy exchanges.
         """
@@ -78,6 +79,7 @@ class Session:
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
         self._micro: Micro | None = None  # the share under way; None outside of a loader's loop
         self._is_apart = False  # a share is under way of a loader by which no steps are counted
+        self._is_evaluating = False
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
         self._lr = 0.0
         self._norm: Tensor | None = None
@@ -91,17 +93,17 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints and writes. Never guard a collective with it."""
+        """Whether this is rank 0, which prints and writes. Never guard a collective with `is_main`."""
         return self.world.is_main
 
     @property
     def is_last(self) -> bool:
-        """Whether the global batch is whole with the share under way, so that optimizers and schedules act."""
+        """Whether the current share completes the global batch. Optimizers and schedules then step."""
         return self._micro is None or self._micro.last
 
     @property
     def samples(self) -> int:
-        """Samples of this rank's share under way; 0 where it is empty, and a sample that does not count stands in."""
+        """Number of samples in the current share. 0 for an empty share, whose stand-in sample does not count."""
         return 0 if self._micro is None else self._micro.size
 
     @property
@@ -111,15 +113,15 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps made: global batches trained on."""
-        return self.loop.progress.step
+        return self.loop.position.step
 
     def prepare(self, *given: Any) -> Any:
-        """Return each of the parts given made ready, in their order; a single one by itself (*collective*).
+        """Prepare parts for training; return them in order (*collective*). A single part is returned by itself.
 
         A model comes back as the same object, on this rank's device, with rank 0's weights and synchronised BatchNorm;
         an optimizer or a schedule as the same object, whose `step` acts at the end of a global batch; a DataLoader as
-        one that yields this rank's share of it. Whatever else has `state_dict` and `load_state_dict` is saved with the
-        rest. Raises `RequestError` for what cannot be prepared, and once the loop has begun.
+        one that yields this rank's share of each batch. Other objects with `state_dict` and `load_state_dict` are saved
+        with the rest. Raises `RequestError` for objects that cannot be prepared, and once the loop has begun.
         """
         if self.loop.has_begun:
             raise RequestError("session.prepare was called after the loop had begun; prepare everything before it.")
@@ -169,9 +171,9 @@ class Session:
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs from 0 to `count` - 1, or those that a resumed run has left (*collective*).
+        """Yield the epochs from 0 to `count` - 1 (*collective*). A resumed run yields those that are left.
 
-        At the end of each one the session is saved; after the last, what was proved is written down.
+        The end of each epoch saves the session; the end of the last one also records the checks.
         """
         if self.loop.is_finished:
             raise RequestError(
@@ -181,27 +183,27 @@ class Session:
             self.loop.begin(count)
         self._in_epochs = True
         while self.loop.goes_on(count):
-            yield self.loop.progress.epochs
+            yield self.loop.position.epochs
             self.loop.end_epoch()
         self._in_epochs = False
         self.loop.finish()
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
-        """Yield this rank's shares of an epoch's batches; count a step after each whole batch of the first source."""
-        loop, pulse, counts = self.loop, self.world.pulse, source is self.prepared.source
-        progress, strategy, replica = loop.progress, self.prepared.strategy, self.prepared.replica
+        """Yield this rank's shares of an epoch. Counts a step after each whole batch of the first source."""
+        loop, progress, counts = self.loop, self.world.progress, source is self.prepared.source
+        position, strategy, replica = loop.position, self.prepared.strategy, self.prepared.replica
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
-        micros = source.micros(progress.epochs, first=progress.within if counts else loop.resumed_at)
+        micros = source.micros(position.epochs, first=position.within if counts else loop.resumed_at)
         if counts and loop.has_begun:
             loop.start_clock()
         micro: Micro | None = None
         try:
             while not (counts and loop.is_done):  # --max-steps
-                pulse.enter("data")
+                progress.enter("data")
                 begun_s = time.perf_counter()
                 micro = next(micros, None)
                 loop.meter.pending.wait_s += time.perf_counter() - begun_s
-                pulse.enter("")  # what follows is the caller's own code
+                progress.enter("")  # what follows is the caller's own code
                 if micro is None:
                     break
                 if not counts:
@@ -212,7 +214,7 @@ class Session:
                 self._micro = micro
                 self._batch.number = 0
                 stands_in = micro.size == 0 and strategy is None
-                if SyncBatchNorm.stand_in != stands_in:  # a class that changes loses what Python remembers of it
+                if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
                     SyncBatchNorm.stand_in = stands_in
                 if loop.has_begun:
                     loop.note_samples(micro.indices)
@@ -232,7 +234,7 @@ class Session:
         finally:
             micros.close()  # with workers that read ahead
             if counts:
-                # The caller has left the loop within a batch's turn, by an error maybe: nobody is waited for.
+                # The caller has left the loop within a batch, maybe by an error: wait for no other rank.
                 if micro is not None and not micro.last:
                     self._batch.drop()
                 elif micro is not None and self._has_stepped:
@@ -242,9 +244,9 @@ class Session:
             self._is_apart = False
 
     def _count_step(self, samples: int) -> bool:
-        """End a batch, count its step if an optimizer made one, and return whether it did."""
+        """End a batch and count any optimizer step; return whether one happened."""
         self._batch.end(samples)
-        if not self._has_stepped:  # a loop may step but once in several batches: what they come to is the step's
+        if not self._has_stepped:  # a loop may step once in several batches: the step has their sum
             return False
         if self.precision.scaler is not None:
             self.precision.scaler.update()
@@ -262,13 +264,13 @@ class Session:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
 
     def _compare_data(self) -> None:
-        """Compare what the ranks have read of each loader so far (*collective*)."""
+        """Compare the ranks' samples of each loader (*collective*)."""
         for loader in (*self._loaders, *self._evaluated.values()):
             if not loader.is_compared and (doubt := loader.compare()):
                 self.loop.recorder.record("warning", text=doubt)
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
-        """Add the gradients of `loss` (0-dim), this rank's, to those of the global batch (*collective*).
+        """Add gradients of this rank's `loss` (0-dim) to the global batch's (*collective*).
 
         A mean is taken as one over this rank's samples, or over `weight` things, such as tokens that count; a sum, by
         `reduction="sum"`, as one over the whole batch, divided by all ranks' `weight` where that is given. After a
@@ -279,7 +281,7 @@ class Session:
             check_loss(loss)
         if reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
-        micro, pulse = self._micro, self.world.pulse
+        micro, progress = self._micro, self.world.progress
         if self._is_apart and micro is None:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "
@@ -301,29 +303,29 @@ class Session:
             factor = 1 / self.world.size if reduction == "mean" else 1.0
         elif reduction == "mean" or not micro.size:
             factor = micro.size / micro.total
-        pulse.enter("backward")
+        progress.enter("backward")
         self._batch.backward(loss, factor, weight, last=self.is_last, exchanges=self.loop.exchanges)
-        pulse.enter("")
+        progress.enter("")
 
     def backward_sum(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Do what `backward` does for the sum of a loss over this rank's samples, or over `weight` things."""
-        strategy, micro, pulse = self.prepared.strategy, self._micro, self.world.pulse
+        """Add the gradients of a loss summed over a rank's samples. With `weight`, the sum is over as many things."""
+        strategy, micro, progress = self.prepared.strategy, self._micro, self.world.progress
         if weight is not None:
             self.backward(loss, weight=weight, reduction="sum")
         elif strategy is None or micro is None:
             self.backward(loss / max(1, self.samples))
         else:
-            pulse.enter("backward")
+            progress.enter("backward")
             # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
             self.precision.backward(loss, strategy.averages_over / micro.total)
             if micro.last and self.precision.scaler is not None:
                 groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
                 self.precision.unscale(each for group in groups for each in group["params"])
-            pulse.enter("")
+            progress.enter("")
             self._batch.note(loss.detach())
 
     def _step(self, optimizer: Optimizer, step: Any, closure: Any) -> Any:
-        """Take the place of an optimizer's step, which is made where the global batch is whole."""
+        """Step the optimizer at the end of a global batch."""
         if closure is not None:
             raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
         if not self.is_last:
@@ -333,24 +335,24 @@ class Session:
                 "optimizer.step() without session.backward(loss) before it: gradients of loss.backward() are not "
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
             )
-        self.world.pulse.enter("step")
+        self.world.progress.enter("step")
         found = None
         if self.precision.scaler is None:
             found = step()
         else:
             self.precision.scaler.step(optimizer, step)
         self.stepped(float(optimizer.param_groups[0]["lr"]))
-        self.world.pulse.enter("")
+        self.world.progress.enter("")
         if self.prepared.source is None and optimizer is self.prepared.optimizers[-1]:
             self._end_step(0)
         return found
 
     def stepped(self, lr: float, norm: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None) -> None:
-        """Note an optimizer step, its learning rate and norm, and the last micro-batch's (logits, labels)."""
+        """Note an optimizer step. `norm` is the gradients' norm, `last` the last micro-batch's (logits, labels)."""
         self._has_stepped, self._lr, self._norm, self.loop.meter.pending.last = True, lr, norm, last
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader) -> Iterator[Any]:
-        """Yield this rank's shares of each batch, each sample exactly once, in the data set's order (*collective*).
+        """Yield evaluation shares, each sample exactly once (*collective*). The order is the data set's.
 
         Within the loop the models are in evaluation mode, and no gradients are kept.
         """
@@ -360,11 +362,12 @@ class Session:
             while len(self._evaluated) >= _EVALUATED:
                 self._evaluated.pop(next(iter(self._evaluated))).close()
             self._evaluated[raw] = self._shared(raw, evaluates=True)
-        shared, before, was, evaluated = self._evaluated[raw], self._micro, SyncBatchNorm.stand_in, 0
+        shared, evaluated = self._evaluated[raw], 0
+        before = self._micro, self._is_evaluating, SyncBatchNorm.stand_in
         if loop.has_begun:
-            loop.settle()
+            loop.record_steps()
             loop.confirm()
-        with contextlib.ExitStack() as modes, world.pulse.during("eval"):
+        with contextlib.ExitStack() as modes, world.progress.during("eval"):
             for model in self.prepared.models.values():
                 modes.enter_context(evaluating(model))
                 if self.prepared.batchnorm == "local":
@@ -372,37 +375,35 @@ class Session:
             modes.enter_context(torch.no_grad())
             try:
                 for micro in shared.shares():
-                    self._micro = micro
-                    world.pulse.enter("eval")
+                    self._micro, self._is_evaluating = micro, True
+                    world.progress.enter("eval")
                     evaluated += micro.size
                     yield micro.batch
             finally:
-                self._micro, SyncBatchNorm.stand_in = before, was
+                self._micro, self._is_evaluating, SyncBatchNorm.stand_in = before
         self._compare_data()
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
-        if shared.samples not in (None, found) and world.pulse.listener is None:
+        if shared.samples not in (None, found) and world.progress.listener is None:
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
         if loop.has_begun:
             loop.start_clock()
 
     def sum(self, value: Any) -> Any:
-        """Return the sum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        if not self._counts:
-            value = torch.zeros_like(value) if isinstance(value, Tensor) else value * 0
-        return self._reduced(value, self.world.sum)
+        """Sum a number, or each element of a tensor, over all ranks (*collective*)."""
+        return self._reduced(value, self.world.sum, lambda _: 0)
 
     def max(self, value: Any) -> Any:
-        """Return the maximum of a number, or of a tensor's elements each, over all ranks (*collective*)."""
-        return self._reduced(value, self.world.max)
+        """Return a number's maximum, or each element's, over all ranks (*collective*)."""
+        return self._reduced(value, self.world.max, _least)
 
-    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return reduce(value.detach())
-        found = reduce(torch.tensor(value, dtype=torch.float64, device=self.device)).item()
-        return int(found) if isinstance(value, int) else found
+    def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor], neutral: Callable[[torch.dtype], float]) -> Any:
+        is_tensor = isinstance(value, Tensor)
+        own = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=self.device)
+        found = reduce(own if self._counts else torch.full_like(own, neutral(own.dtype)))
+        return found if is_tensor else int(found.item()) if isinstance(value, int) else found.item()
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
-        """Return the mean of ranks' means (*collective*), each over its share's samples or over `weight` things."""
+        """Return the mean of ranks' means (*collective*). Each is over its share's samples or `weight` things."""
         count = 1 if self._micro is None else self._micro.size
         own = count if weight is None or not count else float(weight)
         total = self.sum(own)
@@ -412,7 +413,7 @@ class Session:
         return self.sum(part) / total
 
     def gather(self, value: Tensor) -> Tensor:
-        """Return all ranks' tensors, (n, …) each, one after the other in their order (*collective*); n may differ."""
+        """Concatenate all ranks' tensors in rank order (*collective*). Each is (n, …); n may differ."""
         return torch.cat(self.world.ragged(value if self._counts else value[:0]))
 
     def print(self, *words: Any, **how: Any) -> None:
@@ -423,26 +424,31 @@ class Session:
     def log(self, **values: Any) -> None:
         """Record values by name, in steps.jsonl and TensorBoard.
 
-        Within a training loop they are means over this rank's share, weighed and added up over the ranks for the step
-        under way: every rank gives the same names. Nothing is waited for. Elsewhere rank 0's are recorded as they are.
+        Within a training loop, values are means over this rank's share, weighted and summed over the ranks for the
+        current step: every rank gives the same names. The host waits for nothing. Elsewhere rank 0's are recorded.
         """
         if taken := [name for name in values if name in _TAKEN]:
             raise RequestError(
                 f"session.log was given {taken[0]!r}, which records have of their own; take another name."
             )
+        if self._is_evaluating:
+            raise RequestError(
+                "session.log was called within session.evaluating, whose batches are of no step: sum "
+                "there, and log after the loop."
+            )
         micro, loop = self._micro, self.loop
         if micro is None:
             told = {name: float(value) for name, value in values.items()}
-            loop.recorder.record("values", step=self.step, epoch=loop.progress.epochs, **told)
+            loop.recorder.record("values", step=self.step, epoch=loop.position.epochs, **told)
             return
         for name, value in values.items() if loop.has_begun else ():
             held = on_device(value, self.device)
             loop.meter.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
 
     def score(self, value: float) -> None:
-        """Tell how good the weights are as they are now, the same on every rank: more is better.
+        """Record a score of the current weights; higher is better. Give the same on every rank.
 
-        The next checkpoint, at the end of the epoch as a rule, becomes `best` where none before had a higher score.
+        The next checkpoint, usually at the end of the epoch, becomes `best` if none before had as high a score.
         """
         self.loop.judge(float(value))
 
@@ -453,7 +459,7 @@ class Session:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session, once (*collective*): wait for the last checkpoint, record how it ended, leave the folder."""
+        """End the session, once (*collective*). Waits for the last checkpoint, records the end, releases the folder."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -469,3 +475,9 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+def _least(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,1 +1,1 @@
-"""The training loop: what is prepared, how a step goes, evaluation, saving."""
+"""Training steps: assembly, loop, evaluation, saving."""

@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample of a set once, shared out among the ranks, counts summed and then divided."""
+"""Exact evaluation: each sample is scored once. Ranks share the set; counts are summed, then divided."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..world.world import World
 if TYPE_CHECKING:
     from ..data.source import Indices, Source
 
-_BATCHES = 4  # after so many the ranks ask one another whether to stop
+_BATCHES = 4  # between two exchanges on whether to stop
 
 
 def evaluate(
@@ -35,21 +35,21 @@ def evaluate(
     note: Callable[[Indices], None] = lambda indices: None,
     predictions: list[Tensor] | None = None,
 ) -> Scores | None:
-    """Return the scores of `model` over all of `source`, or None once `stop()` holds on any rank (*collective*).
+    """Return the scores of `model` over all of `source`. *Collective*; None once `stop()` holds on any rank.
 
     Each rank takes a run of consecutive samples, `batch` at a time, and calls the model without a wrapper that would
-    wait for the others. `note` hears of each batch's indices, and `predictions` get a row for each sample: index,
-    label, most likely class, its probability. top5 is of five classes, or of all where there are fewer.
+    wait for other ranks. `note` is called with each batch's indices, and `predictions` get a row for each sample:
+    index, label, most likely class, its probability. top5 is of five classes, or of all where the model has fewer.
     """
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
-    with world.pulse.during("eval"), evaluating(model), torch.inference_mode():
+    with world.progress.during("eval"), evaluating(model), torch.inference_mode():
         shares = (np.arange(start, min(start + batch, end)) for start in range(first, end, batch))
         stream = source.stream(shares, epoch=0)
         left = math.ceil(math.ceil(samples / world.size) / batch)  # of the rank that has the most
         while left > 0:
-            world.pulse.enter("eval")  # of one rank, no collective says that it moves
+            world.progress.enter("eval")  # a single rank has no collective that shows progress
             for x, y, indices in islice(stream, _BATCHES):
                 with autocast():
                     logits = model(x)

@@ -1,8 +1,8 @@
-"""Assembly: from a config and a world to all the parts that training a classifier needs, each whole."""
+"""Assembly of a classifier's training job. Builds every part from a config and a world."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from ..data.share import Micro
 from ..errors import RequestError
 from ..models import table as models_table
 from ..models import trial
-from ..models.weights import seed_weights
 from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
 from ..strategies import base as strategies
@@ -31,7 +30,7 @@ from ..training import losses, optim
 from ..training.losses import LossFunction
 from ..training.optim import Average, Optimizers
 from ..training.precision import Precision
-from ..world.random_state import seed_all
+from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
 from .prepared import Prepared
 from .start import Taken, freeze
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A classifier's parts. `model` is the user's module, `replica` what the strategy made of it."""
+    """Parts of a classifier's training job. `model` is the user's module, `replica` the strategy's wrapper."""
 
     config: RunConfig
     world: World
@@ -58,7 +57,7 @@ class Job:
     average: Average | None
     loss_fn: LossFunction
     batchnorm: str  # sync, local or none
-    taken: Taken | None  # what a new run's weights come from, where that is not the seed alone
+    taken: Taken | None  # source of a new run's weights, if not the seed alone
 
     @property
     def samples(self) -> int:
@@ -67,17 +66,25 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model that share out a micro-batch: one for each device of each rank."""
+        """Number of model replicas: one per device of each rank."""
         return self.world.size * len(self.strategy.devices)
 
     def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the loss over the samples x (n, …), y (n,), and the logits; n may be 0."""
+        """Return the summed loss, and the logits. x is (n, …), y (n,); n may be 0."""
         with self.precision.autocast():
             logits = self.replica(x)
             return self.loss_fn(logits, y, reduction="sum"), logits
 
+    def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Exchange the gradients of a batch of `count` samples. `shares`: this rank's (x, y) by micro-batch."""
+        given = list(shares)
+        for number, (x, y) in enumerate(given, start=1):
+            with self.strategy.sync_on(self.replica, last=number == len(given)):
+                loss, _ = self.loss(x, y)
+            self.precision.backward(loss, self.strategy.averages_over / count)
+
     def prepared(self) -> Prepared:
-        """Return the job's parts as a session takes them."""
+        """Return the parts as a session's `Prepared`."""
         return Prepared(
             *(self.config, self.world, {"model": self.model}, list(self.optimizer.each)),
             strategy=self.strategy,
@@ -88,7 +95,7 @@ class Job:
         )
 
     def steps(self) -> int:
-        """Return the optimizer steps of an epoch."""
+        """Return the number of optimizer steps per epoch."""
         return self.plan.steps(self.samples, drop_last=self.config.batch.drop_last)
 
     def order(self, epoch: int) -> Order:
@@ -96,7 +103,7 @@ class Job:
         return Order(self.samples, seed=self.config.seed, epoch=epoch)
 
     def indices(self, step: int) -> list[np.ndarray]:
-        """Return the samples of this rank at optimizer step `step`, by micro-batch, as the whole data set counts."""
+        """Return this rank's sample indices at `step`, by micro-batch. Indices are those of the whole data set."""
         epoch, within = divmod(step, self.steps())
         order = self.order(epoch)
         shares = self.plan.split(*self.plan.batch(within, self.samples), self.world.rank)
@@ -105,7 +112,7 @@ class Job:
         return parts if numbers is None else [numbers[part] for part in parts]
 
     def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
-        """Yield this rank's share, (x, y), of each global micro-batch of `epoch`, from its step `first` on."""
+        """Yield this rank's shares of an epoch's micro-batches. `Micro.batch` is (x, y); `first` is the first step."""
         order, drop_last = self.order(epoch), self.config.batch.drop_last
         # One at a time, here and where they are read ahead: an epoch of 10⁹ samples has millions of steps.
         shares, ahead = (
@@ -127,12 +134,12 @@ def assemble(
     evaluated: State | None = None,
     data: Splits | None = None,
 ) -> Job:
-    """Return the job that `config` asks for (*collective*). Raises `RequestError` for what cannot be honoured.
+    """Return the job that `config` asks for (*collective*). Raises `RequestError` where the config is impossible.
 
-    The accumulation of a run that is `continued` stays, unless --micro-batch forbids shares so large. A model that is
-    `evaluated` alone is only built where the weights fit. `data` are another job's, where it has them already.
+    A `continued` run keeps its accumulation, unless --micro-batch forbids shares so large. For an evaluation, the model
+    is built only where the `evaluated` weights fit. `data` may be another job's, already built.
     """
-    world.pulse.enter(SETUP)
+    world.progress.enter(SETUP)
     asked = config.batch
     strategy = strategies.build(config.parallel, world)
     precision = Precision.of(config.precision, world.device)
@@ -161,7 +168,7 @@ def assemble(
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
     model = precision.place(model, world.device)
-    # Where it goes on from a checkpoint, that has all; what it began with may be gone.
+    # A checkpoint has all weights; the file that the run began with may be gone.
     taken = load_weights(config.model, model, world) if continued is None and evaluated is None else None
     empty = evaluated is None and plan.leaves_ranks_empty(len(train), drop_last=asked.drop_last)
     with precision.autocast():
@@ -183,7 +190,7 @@ def assemble(
 
 
 def _plan(asked: BatchConfig, accumulation: int | None, ranks: int, devices: int) -> BatchPlan:
-    """Return the plan for these ranks, with `accumulation` global micro-batches where a continued run has so many."""
+    """Return the batch plan. A continued run keeps its `accumulation` where --micro-batch allows."""
     if accumulation is not None:
         kept = BatchPlan.solve(asked.size, ranks, accumulation=accumulation, devices=devices)
         if asked.micro_batch is None or kept.largest_share <= asked.micro_batch:
@@ -193,7 +200,7 @@ def _plan(asked: BatchConfig, accumulation: int | None, ranks: int, devices: int
 
 
 def _model(config: RunConfig, data: Splits, classes: int, evaluated: State | None) -> nn.Module:
-    """Return the model, its weights drawn, with what is frozen."""
+    """Build the model, draw its weights, freeze parameters."""
     name, shape = config.model.name, data.train.shape
     if evaluated is not None and ":" not in name:
         with torch.device("meta"):  # no memory: a foreign run may name a model of any size
@@ -212,7 +219,7 @@ def _model(config: RunConfig, data: Splits, classes: int, evaluated: State | Non
 
 
 def _batchnorm(config: RunConfig, strategy: Strategy, model: nn.Module) -> str:
-    """Return over which samples batch statistics are taken: sync, local, or none where the model has none."""
+    """Return the kind of batch statistics: sync, local or none."""
     parallel = config.parallel
     if parallel.batchnorm == "sync" and not strategy.can_sync_batchnorm:
         raise RequestError(

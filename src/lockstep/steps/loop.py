@@ -1,6 +1,6 @@
-"""The course of a run: its steps counted, recorded, saved and proved, and its end.
+"""Run loop: counts, records, saves and checks steps, and ends the run.
 
-A `Session` calls this at the end of each step and epoch. Everything here is called by every rank.
+A `Session` calls `Loop` at the end of each step and epoch. Every rank calls every function here.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from ..runs.run import Opened
 from ..training.precision import Precision
 from ..world.random_state import load_generators, save_generators, seed_all
 from .meter import Meter
+from .position import Position
 from .prepared import Prepared
-from .progress import Progress
-from .proofs import Proofs
 from .report import started
+from .run_checks import RunChecks
 from .saving import Saver
 
 
 class Loop:
-    """The course of one run: how far it has come, and what is written down of it."""
+    """Position and records of one run."""
 
     def __init__(self, run: Opened, prepared: Prepared, precision: Precision) -> None:
-        """Where the run has a folder, it is saved there."""
+        """Open the checkpoints of the run's folder, if any."""
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
-        self.prepared, self.precision, self.progress = prepared, precision, Progress()
+        self.prepared, self.precision, self.position = prepared, precision, Position()
         sums = prepared.strategy is not None
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
         self.stop = StopRequest(quiet=not world.is_main)
-        self.proofs: Proofs  # once the loop has begun
+        self.checks: RunChecks  # once the loop has begun
         self.has_begun = self.is_finished = False
         self.epochs: int | None = None
         self.steps: int | None = None  # of an epoch, where it is known
         self.total_steps = 0  # 0 where it is not known
-        self.resumed_at = 0  # batches of the epoch under way, as long as a resumed run has not made its first
-        self._world, self._listener = world, world.pulse.listener
+        self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
+        self._world, self._listener = world, world.progress.listener
         self._is_endless = self._listener is not None and self._listener.is_endless
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
-        self._heeding = contextlib.ExitStack()  # what asks to stop, from the loop's beginning to its end
+        self._heeding = contextlib.ExitStack()  # stop requests, from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
-        self._is_stopping = self._is_proof_told = False
+        self._is_stopping = self._are_checks_told = False
         self._train_s = 0.0  # at the beginning of the epoch
-        self._score: float | None = None  # of the weights as they are, where somebody has told it since the last save
+        self._score: float | None = None  # of the current weights, if scored since the last save
         self._evaluation: dict[str, Any] = {}
 
     def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Go on from the state that there is, and record what begins, with the `facts` (*collective*).
+        """Restore the state, if any, and record the start (*collective*).
 
-        A run with a `result()`, which is what it has come to (*collective*), ends once its last weights are scored.
+        Also records `facts`. A run with a `result()`, its summary (*collective*), ends after scoring its last weights.
         """
         config, world, source = self.config, self._world, self.prepared.source
         self._heeding.enter_context(self.stop)
@@ -75,9 +75,9 @@ class Loop:
             self._restore(self.state)
         else:  # from here on the generators serve the model's own randomness, which each rank draws for itself
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
-        world.pulse.step = self.progress.step
+        world.progress.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
-        self.proofs = Proofs(self.prepared, self._remedy, step=self.progress.step)
+        self.checks = RunChecks(self.prepared, self._remedy, step=self.position.step)
         self.has_begun = True
         self.start_clock()
 
@@ -88,69 +88,69 @@ class Loop:
             raise unwritable(self.folder, error) from error
 
     def start_clock(self) -> None:
-        """Begin to time steps: at the first, and again after whatever is not training."""
+        """Start timing steps: at the first one, and after non-training work."""
         self.meter.start()
         if self._listener is not None:
             self._listener.resumed()
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are exchanged and replicas compared; what measures a job may leave that out."""
+        """Whether ranks exchange gradients and compare replicas. A measurement's listener may switch this off."""
         return self._listener is None or self._listener.exchanges
 
     @property
     def is_done(self) -> bool:
-        """Whether as many steps were made as the run is to have; never where nobody knows."""
-        return 0 < self.total_steps <= self.progress.step and not self._is_endless
+        """Whether all planned steps are made; False where the total is unknown."""
+        return 0 < self.total_steps <= self.position.step and not self._is_endless
 
     def goes_on(self, epochs: int) -> bool:
-        """Whether there is an epoch to begin of `epochs`: with steps to make, or with weights to be scored."""
-        progress = self.progress
+        """Return whether another epoch remains. An epoch has steps to make, or weights to score."""
+        position = self.position
         if self._is_endless:
             return True
-        if progress.stalled(self.config.patience):
+        if position.stalled(self.config.patience):
             return False
-        if progress.epochs < epochs and (not self.is_done or progress.within == self.steps):
+        if position.epochs < epochs and (not self.is_done or position.within == self.steps):
             return True
-        return self._result is not None and progress.evaluated != progress.step
+        return self._result is not None and position.evaluated != position.step
 
     def note_samples(self, indices: Indices) -> None:
-        """Note the samples (n,) that this rank computes in the step under way."""
-        if self.proofs.ledger is not None:
-            self.proofs.ledger.add(self.progress.step + 1, indices)
+        """Add this rank's samples (n,) of the current step to any ledger."""
+        if self.checks.ledger is not None:
+            self.checks.ledger.add(self.position.step + 1, indices)
 
     def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
-        """Take the score of the weights as they are, more is better, or all scores `on` a set (*collective*)."""
-        progress = self.progress
-        progress.judge(score)
+        """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set."""
+        position = self.position
+        position.judge(score)
         self._score = score
         if scores is not None:
-            progress.scores = scores
-            self.proofs.end_evaluation(progress.epochs, progress.step, scores.samples)
-            self._evaluation = {"step": progress.step, "epoch": progress.epochs, "on": on} | dataclasses.asdict(scores)
+            position.scores = scores
+            self.checks.end_evaluation(position.epochs, position.step, scores.samples)
+            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def count_batch(self) -> None:
-        """Count a global batch of the epoch under way, whether or not a step follows from it."""
-        self.progress.within += 1
+        """Count a global batch of this epoch, with or without a step."""
+        self.position.within += 1
         self.resumed_at = 0
 
     def count_step(self, loss: Tensor, samples: int, lr: float, norm: Tensor | None) -> None:
-        """Count a step of `samples`: `loss` is this rank's part of it, `norm` that of the gradients, if it is known."""
-        progress = self.progress
-        progress.step = step = progress.step + 1
-        self._world.pulse.step = step
-        self.meter.add(step, progress.epochs, lr, samples, loss, norm)
+        """Count a step of `samples`. `loss` is this rank's part; `norm` is the gradients' norm, if known."""
+        position = self.position
+        position.step = step = position.step + 1
+        self._world.progress.step = step
+        self.meter.add(step, position.epochs, lr, samples, loss, norm)
 
     def end_step(self) -> None:
-        """See to all that is due after a step (*collective*); raise `Stopped`, `RunError`, `ProofError` as it is."""
-        step, every = self.progress.step, self.config.checkpoint.checkpoint_every
-        if self.exchanges and self.proofs.replicas.due(step):
-            self.proofs.replicas.check(step, self.meter.step_s)
+        """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`."""
+        step, every = self.position.step, self.config.checkpoint.checkpoint_every
+        if self.exchanges and self.checks.replicas.due(step):
+            self.checks.replicas.check(step, self.meter.step_s)
         # After an epoch's last step it is saved anyway, once the weights are evaluated.
-        save = every is not None and step % every == 0 and self.progress.within != self.steps and not self.is_done
+        save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
         if save or self.meter.due(self.stop.asked):
-            stopping = self.settle()
-            if self.prepared.source is None and self.epochs:  # nobody could go on within such an epoch
+            stopping = self.record_steps()
+            if self.prepared.source is None and self.epochs:  # such an epoch cannot be resumed in its midst
                 self._is_stopping = self._is_stopping or stopping
             elif stopping:
                 raise self.stopped()
@@ -160,25 +160,25 @@ class Loop:
             self._listener.ended_step(self)
 
     def end_data(self) -> None:
-        """See to all that is due after the last step of an epoch, or of the run, as `end_step` does (*collective*)."""
+        """Record and verify after an epoch's or run's last step (*collective*). Raises as `end_step` does."""
         self.resumed_at = 0
-        if self.settle():
+        if self.record_steps():
             raise self.stopped()
         self.confirm()
 
     def end_epoch(self) -> None:
-        """Record the end of an epoch, and of the evaluation after it, and save (*collective*)."""
-        progress, source = self.progress, self.prepared.source
-        self.settle()
-        if not self.is_done or progress.within == self.steps:
+        """Record an epoch and its evaluation, and save (*collective*)."""
+        position, source = self.position, self.prepared.source
+        self.record_steps()
+        if not self.is_done or position.within == self.steps:
             if source is not None:
-                seen = progress.within * source.plan.global_size
-                self.proofs.end_epoch(progress.epochs, min(seen, source.samples or 0))
-            progress.epoch_s.append(self.meter.train_s - self._train_s)
+                seen = position.within * source.plan.global_size
+                self.checks.end_epoch(position.epochs, min(seen, source.samples or 0))
+            position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
-            self.recorder.record("epoch", step=progress.step, epoch=progress.epochs, epoch_s=progress.epoch_s[-1])
-            progress.epochs += 1
-            progress.within = 0
+            self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
+            position.epochs += 1
+            position.within = 0
         if self._evaluation:
             self.recorder.record("eval", **self._evaluation)
             self._evaluation = {}
@@ -186,8 +186,8 @@ class Loop:
         if self._is_stopping:
             raise self.stopped()
 
-    def settle(self) -> bool:
-        """Record the steps that wait for it; return whether any rank was asked to stop (*collective*)."""
+    def record_steps(self) -> bool:
+        """Record pending steps (*collective*). Returns whether any rank was asked to stop."""
         if not self.meter.pending.rows:
             return False
         stopping, wrong = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
@@ -195,13 +195,13 @@ class Loop:
             raise self._not_finite(*wrong)
         if self._saver is not None:
             self._saver.poll()
-        if self.proofs.ledger is not None:
-            self.proofs.ledger.flush(self.progress.epochs)
+        if self.checks.ledger is not None:
+            self.checks.ledger.flush(self.position.epochs)
         return stopping
 
     def _not_finite(self, step: int, ranks: list[int]) -> RunError:
-        """Return the error for the loss of `step`; a rank where it is not finite notes its samples (*collective*)."""
-        doubt = self.proofs.replicas.explain_loss(self.progress.step, step)
+        """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
+        doubt = self.checks.replicas.explain_loss(self.position.step, step)
         where, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
             rank, folder = self._world.rank, self.folder / "failures"
@@ -215,60 +215,60 @@ class Loop:
         return RunError(f"The loss at step {step} is not a finite number on {where}. {advice}")
 
     def _remedy(self) -> str:
-        self.settle()  # raises where the loss itself was not finite, which is then the better explanation
+        self.record_steps()  # raises for a loss that is not finite, the better explanation
         return self.prepared.remedy()
 
     def confirm(self) -> None:
-        """Compare the replicas, unless that was done after this step (*collective*)."""
+        """Compare the replicas, unless already compared after this step (*collective*)."""
         if self.exchanges:
-            self.proofs.replicas.confirm(self.progress.step, self.meter.step_s)
+            self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:
-        """Save, after a comparison of the replicas (*collective*)."""
+        """Compare the replicas, then save a checkpoint (*collective*)."""
         if self._listener is None:  # a thread would write, while another variant has its turn
             self.confirm()
-            step, score = self.progress.step, self._score
+            step, score = self.position.step, self._score
             self._score, self._saved_at = None, step
             if self._saver is not None:
                 self._saver.save(lambda: self._captured(score), step=step, score=score)
         self.start_clock()
 
     def stopped(self) -> Stopped:
-        """Save, and return the error of a run that is stopped on request (*collective*)."""
-        step, ending = self.progress.step, "; nothing was saved, since no output folder was given."
+        """Save; return the error of a requested stop (*collective*)."""
+        step, ending = self.position.step, "; nothing was saved, since no output folder was given."
         if self._saved_at != step:
             self.save()
         if self._saver is not None:
-            why, again = self._saver.finish(step)
-            ending = f", but its checkpoint could not be written; {why}: {again}." if why else f" and saved; {again}."
+            why, hint = self._saver.finish(step)
+            ending = f", but its checkpoint could not be written; {why}: {hint}." if why else f" and saved; {hint}."
         of = f" of {self.total_steps}" if self.total_steps else ""
         return Stopped(f"Stopped on request at step {step}{of}{ending}")
 
     def finish(self) -> None:
-        """End a loop that has begun, once: wait for the last checkpoint, record what it came to (*collective*)."""
+        """End a loop that has begun, once (*collective*). Waits for the last checkpoint and records the result."""
         if not self.has_begun or self.is_finished:
             return
         self.is_finished = True
-        self.settle()
-        progress = self.progress
-        if self._saved_at != progress.step:
-            if progress.scores is not None and progress.evaluated == progress.step:  # in the folder it comes from
-                self._score = progress.scores.top1
+        self.record_steps()
+        position = self.position
+        if self._saved_at != position.step:
+            if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
+                self._score = position.scores.top1
             self.save()
-        why, again = ("", "") if self._saver is None else self._saver.finish(progress.step)
+        why, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self.summary() if self._result is None else self._result()
-        self._tell_proof()
-        self.recorder.record("finish", **fields | {"proof": self.proofs.checks()})
+        self._tell_checks()
+        self.recorder.record("finish", **fields | {"proof": self.checks.outcomes()})
         if why:
-            raise RunError(f"The weights of the last step, {progress.step}, are not on the disk: {why}; {again}.")
+            raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {why}; {hint}.")
         self._heeding.close()
 
     def summary(self) -> dict[str, Any]:
-        """Return what is known of every loop's end."""
-        meter, progress = self.meter, self.progress
+        """Return the summary fields that every loop has."""
+        meter, position = self.meter, self.position
         return {
-            "steps": progress.step,
-            "epoch_s": list(progress.epoch_s),
+            "steps": position.step,
+            "epoch_s": list(position.epoch_s),
             "samples_per_s": meter.images / meter.train_s if meter.images else None,
             "data_wait_s": meter.wait_s,
             "output": shown(self.folder),
@@ -276,25 +276,25 @@ class Loop:
         }
 
     def close(self) -> None:
-        """Let go of the folder, whatever became of the loop."""
+        """Release the folder, also after an error."""
         with self._heeding:
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:
-                if self.proofs.ledger is not None:
-                    self.proofs.ledger.close()
-                self._tell_proof()
+                if self.checks.ledger is not None:
+                    self.checks.ledger.close()
+                self._tell_checks()
 
-    def _tell_proof(self) -> None:
-        if not self._is_proof_told:
-            self._is_proof_told = True
-            self.recorder.record("proof", checks=self.proofs.checks())
+    def _tell_checks(self) -> None:
+        if not self._are_checks_told:
+            self._are_checks_told = True
+            self.recorder.record("proof", checks=self.checks.outcomes())
 
     def _captured(self, score: float | None) -> State:
-        """Return all that an exact continuation needs (*collective*)."""
-        self.progress.partial_s = self.meter.train_s - self._train_s
-        state = self.prepared.state(self.progress.step)
-        meta = self.progress.meta()
+        """Return the state for an exact continuation (*collective*)."""
+        self.position.partial_s = self.meter.train_s - self._train_s
+        state = self.prepared.state(self.position.step)
+        meta = self.position.meta()
         if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}
         meta |= state.meta | {
@@ -318,8 +318,8 @@ class Loop:
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
             self.precision.load_state(state.meta["scaler"])
-            self.progress = Progress.of(state.meta, self.steps)
-            self.resumed_at = self.progress.within
-            self._train_s = -self.progress.partial_s
+            self.position = Position.of(state.meta, self.steps)
+            self.resumed_at = self.position.within
+            self._train_s = -self.position.partial_s
             seed, devices = (self.config.seed, step), self.prepared.devices
             load_generators(self._world, state.meta["generators"], *seed, devices=devices)

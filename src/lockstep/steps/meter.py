@@ -1,4 +1,4 @@
-"""Metrics that stay on the device until they are wanted.
+"""Metrics that stay on the device until an interval ends.
 
 Once an interval (`--log-every` steps, or about two seconds of slow ones) all losses are gathered from the ranks,
 summed, and recorded step by step. The same exchange agrees on whether any rank was asked to stop, and on how long the
@@ -31,10 +31,10 @@ COVERS = {
     ),
     "host_cpu_percent": "all processes of rank 0's host",
 }
-"""Of whom, and since when, the numbers of `step` and `log` events are."""
+"""Scope of the numbers in `step` and `log` events: ranks and period."""
 _Row = dict[str, Any]
 _INTERVAL_S = 2.0
-"""With slow steps an interval ends after about this time: a person who asked to stop waits no longer than that."""
+"""Approximate length of an interval of slow steps, and so the longest wait after a stop request."""
 _SAMPLE_EVERY_S = 1.0
 _NORM = "grad_norm"
 _EXTRAS = 4  # numbers that `flush` exchanges between the losses and the values
@@ -42,7 +42,7 @@ _EXTRAS = 4  # numbers that `flush` exchanges between the losses and the values
 
 @dataclass
 class Pending:
-    """Steps since the last record; `losses` are this rank's sums over its own samples, or parts of the mean."""
+    """Steps not yet recorded. `losses` are this rank's sums over its samples, or its parts of the mean."""
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
@@ -52,12 +52,12 @@ class Pending:
 
 
 class Meter:
-    """Collects a run's steps on every rank and records them on rank 0."""
+    """Collector of a run's steps on every rank; rank 0 records."""
 
     def __init__(
         self, world: World, recorder: Recorder, devices: Sequence[torch.device], *, log_every: int, sums: bool
     ) -> None:
-        """`sums` says whether the losses are sums over a rank's samples, or its parts of the mean."""
+        """Set up clock and telemetry. `sums`: losses are sums over a rank's samples, else parts of the mean."""
         self.clock = StepClock(world.device)
         self.telemetry = Telemetry(devices)
         self.pending = Pending()
@@ -69,12 +69,12 @@ class Meter:
         self._since_s = self._sampled_s = 0.0
 
     def start(self) -> None:
-        """Start the clock: at the first step, and again after whatever is not training."""
+        """Start the clock: at the first step, and after non-training work."""
         self.clock.start()
         self._since_s = time.perf_counter()
 
     def add(self, step: int, epoch: int, lr: float, samples: int, loss: Tensor, norm: Tensor | None) -> None:
-        """Note a step of `samples` in all, of which `loss` (0-dim, detached) is this rank's."""
+        """Note a step of `samples` over all ranks. `loss` (0-dim, detached) is this rank's part."""
         self.clock.tick()
         pending = self.pending
         pending.rows.append((step, epoch, lr, samples))
@@ -83,23 +83,23 @@ class Meter:
             pending.values.append((len(pending.rows) - 1, _NORM, norm))
 
     def note(self, name: str, value: Tensor) -> None:
-        """Note a value of the step under way: `value` (0-dim) is this rank's part of it, and the parts add up."""
+        """Note a value of the current step. `value` (0-dim) is this rank's part; the parts are summed."""
         self.pending.values.append((len(self.pending.rows), name, value))
 
     @property
     def ends_interval(self) -> bool:
-        """Whether the step under way is the last of its interval."""
+        """Whether the current step is the last of its interval."""
         return len(self.pending.rows) + 1 >= self._interval
 
     def due(self, stop: bool) -> bool:
-        """Whether the interval is over: true on all ranks at the same step."""
-        # One process need not agree with anybody, and stops at once.
+        """Return whether the interval is over. All ranks agree at each step."""
+        # A single process stops at once: no other has to agree.
         return len(self.pending.rows) >= self._interval or (stop and self._world.group is None)
 
     def flush(self, *, stop: bool, total_steps: int) -> tuple[bool, tuple[int, list[int]] | None]:
-        """Record the pending steps; return whether any rank wants to stop, and what is not finite (*collective*).
+        """Record the pending steps (*collective*). Returns whether any rank stops, and any loss that is not finite.
 
-        That is the first step whose loss is not, and the ranks on whose samples it is not.
+        The latter is the first step with such a loss, and the ranks whose samples have it; None for none.
         """
         pending, self.pending = self.pending, Pending()
         steps, own = len(pending.rows), torch.stack(pending.losses).double()
@@ -130,7 +130,7 @@ class Meter:
             samples_per_s=samples / elapsed_s,
             step_s=self.step_s,
             data_wait_s=pending.wait_s / steps,
-            eta_s=self.step_s * (total_steps - rows[-1]["step"]),
+            eta_s=self.step_s * (total_steps - rows[-1]["step"]) if total_steps else None,
             **self._sampled(),
             **last,
         )
@@ -140,20 +140,20 @@ class Meter:
         return bool(stopping), None
 
     def _rows(self, pending: Pending, summed: list[float], first: list[float]) -> tuple[list[_Row], dict[str, float]]:
-        """Return a row for each step, and the last values by name, from all ranks' sums and the first one's parts."""
+        """Return a row per step, and the last values by name. `summed` are all ranks' sums, `first` rank 0's parts."""
         rows: list[_Row] = [
             {"step": step, "epoch": epoch, "loss": loss / (samples if self._sums else 1), "lr": lr, "samples": samples}
             for (step, epoch, lr, samples), loss in zip(pending.rows, summed, strict=False)
         ]
         last: dict[str, float] = {}
         for at, (number, name, _) in enumerate(pending.values, start=len(rows) + _EXTRAS):
-            if number < len(rows):  # what was noted after the last whole step is of no step
+            if number < len(rows):  # values noted after the last whole step belong to none
                 value = first[at] if name == _NORM else summed[at]  # the norm is that of all ranks
                 rows[number][name] = last[name] = rows[number].get(name, 0.0) + value
         return rows, last
 
     def _sampled(self) -> dict[str, float | int]:
-        """Return rank 0's telemetry, at most once a second: a sample costs as much as some tiny steps."""
+        """Return rank 0's telemetry, at most once a second. A sample costs as much as some tiny steps."""
         now_s = time.perf_counter()
         if not self._world.is_main or now_s - self._sampled_s < _SAMPLE_EVERY_S:
             return {}

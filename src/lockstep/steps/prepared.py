@@ -1,4 +1,4 @@
-"""All that a session trains: what of it checkpoints hold, and what has to be the same on all ranks."""
+"""Models and optimizers of a session. Defines their checkpoint state, and the tensors equal on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OWN = "own"  # the group of the tensors in the states of schedules and of the u
 
 
 class Source(Protocol):
-    """Data by whose batches steps are counted; of a stream, None is what nobody knows."""
+    """Data source whose batches count steps. None stands for a stream's unknown numbers."""
 
     @property
     def plan(self) -> BatchPlan: ...
@@ -38,15 +38,15 @@ class Source(Protocol):
     def samples(self) -> int | None: ...
 
     def steps(self) -> int | None:
-        """Return the optimizer steps of an epoch."""
+        """Return the number of optimizer steps per epoch."""
 
     def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
-        """Yield this rank's share of each global micro-batch of `epoch`, from its step `first` on."""
+        """Yield this rank's share of each micro-batch of `epoch`, from step `first`."""
 
 
 @dataclass
 class Prepared:
-    """Models, optimizers and other objects with a state. Every rank calls what is *collective*."""
+    """Models, optimizers and other objects with a state. Every rank calls *collective* methods."""
 
     config: RunConfig
     world: World
@@ -55,13 +55,13 @@ class Prepared:
     optimizers: list[Optimizer] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
     strategy: Strategy | None = None
-    """What exchanges gradients while the backward pass runs; None where a session does so after it."""
+    """Exchanges gradients during the backward pass; None where a session does so afterwards."""
     replica: nn.Module | None = None
     average: Average | None = None
     batchnorm: str = "none"
     source: Source | None = None
     kept: set[str] = field(default_factory=set)
-    """The numbers of the script's optimizers that a checkpoint has replaced, in words."""
+    """Numeric settings of the script's optimizers that a checkpoint has replaced, in words."""
     _made: list[list[dict[str, Any]]] = field(default_factory=list)  # the numbers that the optimizers were made with
 
     @property
@@ -71,12 +71,12 @@ class Prepared:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model that share out a micro-batch."""
+        """Number of model replicas over all ranks."""
         return self.world.size * len(self.devices)
 
     @property
     def _all(self) -> nn.Module:
-        """One module of all: a single model is itself, so that its parameters have the names that the user knows."""
+        """One module of all models. A single model is itself, to keep the parameter names that the user knows."""
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
     @property
@@ -84,8 +84,12 @@ class Prepared:
         return self.models if self.average is None else self.models | {"ema": self.average.module}
 
     def begin(self) -> None:
-        """Have what optimizers hold lie beside their parameters; refuse those of no prepared model."""
-        known = {parameter for model in self.models.values() for parameter in model.parameters()}
+        """Move optimizer states to their parameters.
+
+        Raises `RequestError` for a parameter of no model, or of two optimizers.
+        """
+        known = {parameter: name for name, parameter in self._all.named_parameters()}
+        owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
             strange = [each for group in groups for each in group["params"] if each not in known]
@@ -95,6 +99,12 @@ class Prepared:
                     f"first: shape {tuple(strange[0].shape)}): give prepare the model that it was made from, and make "
                     "the optimizer after the last change of that model's layers."
                 )
+            for each in (each for group in groups for each in group["params"]):
+                if owners.setdefault(each, number) != number:
+                    raise RequestError(
+                        f"Optimizers {owners[each]} and {number} of session.prepare both have the parameter "
+                        f"{known[each]}, and a checkpoint has one state of it; give each parameter one optimizer."
+                    )
             self._made.append(
                 [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in groups]
             )
@@ -110,16 +120,16 @@ class Prepared:
             yield from ((f"{name}/{key}", held) for key, held in sync_batchnorm.statistics(model).items())
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return, by name, what has to be the same bits on every rank at the end of a step."""
+        """Return, by name, tensors bitwise equal on all ranks after a step."""
         found = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
         return found | dict(self._statistics()) if self.batchnorm == "sync" else found
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
-        """Return the weights as further devices of this process have them."""
+        """Return the weights on this process's further devices."""
         return [] if self.strategy is None else self.strategy.copies(self._all)
 
     def _facts(self) -> dict[str, Any]:
-        """Return what a checkpoint says of how batches were shared out."""
+        """Return a checkpoint's facts on the sharing of batches."""
         source = self.source
         return {
             "batchnorm": self.batchnorm,
@@ -130,9 +140,9 @@ class Prepared:
         }
 
     def state(self, step: int) -> State:
-        """Return all that a checkpoint holds (*collective*).
+        """Return the state for a checkpoint (*collective*).
 
-        Raises `RunError` where weights or statistics are not finite; other buffers, such as a mask, may be.
+        Raises `RunError` where weights or statistics are not finite; other buffers, such as a mask, are not checked.
         """
         if names := finite.found(self.world, dict(self._weights()) | dict(self._statistics())):
             raise finite.error(step, names, self.remedy())
@@ -151,7 +161,7 @@ class Prepared:
         return State(tensors, meta)
 
     def load(self, state: State) -> None:
-        """Continue from `state`, in place; raise `RequestError` where it is of other parts, or of other data."""
+        """Restore `state` in place. Raises `RequestError` for a state of other parts or other data."""
         is_own = self.strategy is None
         if ("groups" in state.meta) != is_own:
             whose = "lockstep train" if is_own else "a loop or a step of your own"
@@ -166,7 +176,7 @@ class Prepared:
             self._load_settings(state)
 
     def _check_shares(self, state: State) -> None:
-        """Raise `RequestError` where the order would be another, or batch statistics be taken over other samples."""
+        """Raise `RequestError` where sample order or batch statistics would change."""
         now = self._facts()
         saved = now | state.meta
         for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
@@ -214,7 +224,7 @@ class Prepared:
             other.load_state_dict(_unpacked(saved, own))
 
     def remedy(self) -> str:
-        """Return what to do about numbers that are not finite, and where the run can be taken up again."""
+        """Return advice on non-finite numbers, with the last checkpoint if any."""
         folder = self.config.record.output
         is_kept = folder is not None and find(folder) is not None
         kept = f"; the last checkpoint in {shown(folder)} is from before" if is_kept else ""
@@ -224,7 +234,7 @@ class Prepared:
 
 
 def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return plain data as JSON holds it; its tensors go to `tensors`. What is no plain data raises `RequestError`."""
+    """Return plain data for JSON; tensors go to `tensors`. Raises `RequestError` for other objects."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The startup report: the batch plan, what each `auto` came to, and what the run goes on from."""
+"""Startup report: batch plan, resolved `auto` options, and resumed checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `start` event; `facts` are added, their `chosen` and `lines` to the others."""
-    config, prepared, source, progress = loop.config, loop.prepared, loop.prepared.source, loop.progress
+    """Return the fields of the `start` event. `facts` are added, their `chosen` and `lines` to the others."""
+    config, prepared, source, position = loop.config, loop.prepared, loop.prepared.source, loop.position
     world = prepared.world
     chosen: dict[str, Any] = {
         **facts.get("chosen", {}),
@@ -53,8 +53,8 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
     return facts | {
         "plan": {} if source is None else dataclasses.asdict(source.plan),
         "output": shown(loop.folder),
-        "first_step": progress.step,
-        "epoch_s": list(progress.epoch_s),
+        "first_step": position.step,
+        "epoch_s": list(position.epoch_s),
         "total_steps": loop.total_steps,
         "steps_per_epoch": loop.steps or 0,
         "epochs": loop.epochs or 0,
@@ -65,7 +65,7 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_words(chosen: dict[str, Any]) -> str:
-    """Return what was chosen: `strategy ddp, launcher spawn, 2 × cpu, precision fp32, …`."""
+    """Return the choices in words. For example: `strategy ddp, launcher spawn, 2 × cpu, precision fp32, …`."""
     first = [f"{key} {chosen[key]}" for key in ("strategy", "launcher") if key in chosen]
     rest = {key: value for key, value in chosen.items() if value not in (False, "", "none")}
     for key in ("strategy", "launcher", "devices", "accelerator"):
@@ -75,13 +75,13 @@ def _in_words(chosen: dict[str, Any]) -> str:
 
 
 def _continued(loop: Loop) -> list[str]:
-    """Return lines that say whether the run goes on from a checkpoint, if that was asked for, and as what."""
-    config, step, state, total = loop.config, loop.progress.step, loop.state, loop.total_steps
+    """Return lines on the resumed checkpoint and changed settings."""
+    config, step, state, total = loop.config, loop.position.step, loop.state, loop.total_steps
     if state is None or state.origin is None:
         is_missed = config.checkpoint.resume and loop.prepared.strategy is not None
         return [f"nothing to resume in {shown(loop.folder)}: a new run"] if is_missed else []
     path = shown(state.origin)
-    if stalled := loop.progress.stalled(config.patience):
+    if stalled := loop.position.stalled(config.patience):
         return [f"nothing is left to train: {path} is of step {step:,}, and {stalled}"]
     if 0 < total <= step:
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
@@ -104,7 +104,7 @@ def _continued(loop: Loop) -> list[str]:
 
 
 def of_job(job: Job) -> dict[str, Any]:
-    """Return the facts of a job's start."""
+    """Return a job's facts for the `start` event."""
     data, taken, device = job.data, job.taken, job.world.device
     held, best = counted(len(data.judged), "sample"), data.best_on
     if data.validation is None:

@@ -1,4 +1,4 @@
-"""Saving a run while it goes on: in the background, with what is said where a checkpoint could not be written."""
+"""Background saving of checkpoints, with warnings of failed writes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..world.world import World
 
 
 class Saver:
-    """Saves a run's state to its folder on rank 0; other ranks take part in the collectives alone."""
+    """Background saver of a run's checkpoints. Rank 0 writes; other ranks only join the collectives."""
 
     def __init__(self, folder: Path, run: Opened, world: World) -> None:
         """Open the folder's checkpoints (*collective*)."""
-        self._again = run.again or f"continue with the same command and --resume {shown(folder)}"
+        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {shown(folder)}"
         self._run, self._world = run, world
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)
         self.resumed_at: int | None = world.gather(self._on_disk)[0]
-        """The step of the checkpoint of this folder that the run goes on from; None where there is none."""
+        """Step of this folder's checkpoint that the run continues; None if it continues none of them."""
 
     def _open(self, folder: Path) -> Checkpoints:
         recorder, state = self._run.recorder, self._run.state
@@ -46,44 +46,44 @@ class Saver:
             raise unwritable(folder, error) from error
 
     def save(self, make: Callable[[], State], *, step: int, score: float | None) -> None:
-        """Save in the background what `make` returns (*collective*); `score` is None where nobody scored the weights.
+        """Save `make()` in the background (*collective*); `score` is None for unscored weights.
 
-        They become the best where those of the folder's best checkpoint scored less: the run's own best may be missing
-        there, since a save has failed or it was in another folder.
+        Weights that score more than the folder's best checkpoint become the best. The run's own best may be missing
+        there, after a failed save or a resume from another folder.
         """
-        with self._world.pulse.during("save"):
+        with self._world.progress.during("save"):
             state = make()
             if self._checkpoints is not None:
-                self._checkpoints.wait()  # only then it is known what `best` points to
+                self._checkpoints.wait()  # until then `best` may change
                 best = score is not None and score > self._best_score(self._checkpoints.folder)
                 self._checkpoints.save(state, step=step, best=best)
 
     def _best_score(self, folder: Path) -> float:
-        """Return the score of the checkpoint that `best` points to; -inf where there is none of this run."""
+        """Return the score of this run's `best` checkpoint; -inf if none."""
         with contextlib.suppress(*DEFECTS):  # nothing there, or damaged
             meta = peek(folder / "best") or {}
-            if meta["step"] <= (self._on_disk or 0):  # else it is of a branch that the run has left
+            if meta["step"] <= (self._on_disk or 0):  # else `best` is of a branch that the run has left
                 return float(meta["scores"]["top1"])
         return -math.inf
 
     def poll(self) -> None:
-        """Tell how the save in the background ended, if it has."""
+        """Report how the save in the background ended, if finished."""
         if self._checkpoints is not None:
             self._checkpoints.poll()
 
     def finish(self, step: int) -> tuple[str, str]:
-        """Return why `step` is not on the disk, "" where it is, and what to do, on every rank (*collective*)."""
-        with self._world.pulse.during("save"):
+        """Return why `step` is not saved, and advice (*collective*). The reason is "" where `step` is on the disk."""
+        with self._world.progress.during("save"):
             self.close()
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
-            return "", self._again
-        why, again = "there is no checkpoint", "start the same command again"
+            return "", self._resume_hint
+        why, hint = "there is no checkpoint", "start the same command again"
         if on_disk is not None:
-            why, again = f"the last one is of step {on_disk}", self._again
-        return why, f"mend what the warnings tell of and {again}"
+            why, hint = f"the last one is of step {on_disk}", self._resume_hint
+        return why, f"mend what the warnings tell of and {hint}"
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the save in the background."""
         if self._checkpoints is not None:
             self._checkpoints.wait()

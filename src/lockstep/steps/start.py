@@ -1,4 +1,4 @@
-"""How a new run begins: with weights from elsewhere, as far as they fit, and with parameters that are not trained."""
+"""Start of a new run: initial weights from elsewhere, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PRETRAINED = "pretrained"
 
 @dataclass(frozen=True)
 class Taken:
-    """Which tensors of `source` a model has begun with, by name, and which not."""
+    """Names of tensors taken from `source`, and of the others."""
 
     source: str
     taken: list[str]
-    drawn: list[str]  # which the source lacks: they are as the seed has drawn them
-    left_out: list[str]  # which the model lacks
+    drawn: list[str]  # missing in the source: as the seed has drawn them
+    left_out: list[str]  # missing in the model
     reshaped: list[str]  # of another shape in the model, with both shapes: as drawn, too
 
     def lines(self) -> list[str]:
-        """Return in words how many there are of each kind, with the first names."""
+        """Return the counts by kind in words, with the first names."""
         others = {
             "of another shape there, and so as drawn": self.reshaped,
             "not there, and so as drawn": self.drawn,
@@ -45,9 +45,9 @@ class Taken:
 
 
 def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
-    """Copy what `--init-from` names into `model`, as far as it fits; None where it names nothing (*collective*).
+    """Copy the weights of `--init-from` into `model` (*collective*). None without that option.
 
-    What cannot be read, fits nowhere, or is another thing on another rank is refused on every rank.
+    Raises `RequestError`, on every rank, for weights that are unreadable, fit nowhere or differ between ranks.
     """
     if not config.init_from:
         return None
@@ -75,7 +75,7 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
 
 
 def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor]]:
-    """Return what the weights are to be called, and the tensors by the model's names: averaged ones where there are."""
+    """Return the weights' label, and tensors by name. Averaged weights are preferred."""
     if config.init_from == PRETRAINED:
         return models_table.pretrained(config.name)
     found = foreign.read(Path(config.init_from))
@@ -86,7 +86,7 @@ def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor]]:
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Have the parameters whose names match one of the `patterns` not trained.
+    """Freeze the parameters whose names match one of the `patterns`.
 
     A BatchNorm layer whose parameters are all frozen stays in evaluation mode: it depends on no batch.
     """
@@ -103,7 +103,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
 
 def reached(model: nn.Module, config: RunConfig) -> list[str]:
-    """Return a line for each pattern of --freeze and --lr-scale: how many tensors and weights of `model` it reached."""
+    """Return a line per --freeze and --lr-scale pattern. Each has the number of matched tensors and weights."""
     named = dict(model.named_parameters(remove_duplicate=False))
     found = {f"frozen by {each}": matching("--freeze", each, named) for each in config.model.freeze}
     found |= {f"learning rate × {by:g} by {each}": those for each, by, those in scaled(model, config.optim)}

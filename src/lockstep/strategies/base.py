@@ -1,7 +1,7 @@
-"""What a strategy is: how replicas of one model compute and exchange gradients.
+"""Strategy interface: how replicas of one model compute and exchange gradients.
 
 A new one is a file beside this one and a line in `config/registry.py`, over which the law tests run. `model` is always
-the user's own module; `replica` is what `wrap` returned for it, and what is called.
+the user's own module; `replica` is the result of `wrap`, and is called in its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOTHING = nullcontext()  # stateless, and entered once a micro-batch: worth not
 
 
 class Strategy:
-    """One process, one set of weights; others override what differs."""
+    """One process, one set of weights. Subclasses override what differs."""
 
     name: ClassVar[str]
     can_sync_batchnorm: ClassVar[bool]
@@ -35,33 +35,33 @@ class Strategy:
 
     @property
     def averages_over(self) -> int:
-        """The number of ranks over which `backward()` averages; the loss is multiplied by it, so that it sums."""
+        """The number of ranks over which `backward()` averages. The loss is scaled by it to give a sum."""
         return 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the replica: the module to call in place of `model`, which holds the same parameters."""
+        """Return the replica: the module to call in place of `model`. It holds the same parameters."""
         return model
 
-    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
-        """Make ready for the first step; `rehearse()` runs one forward and backward pass (*collective*).
+    def prepare(self, model: nn.Module, dry_run: Callable[[], None]) -> None:
+        """Prepare the first step (*collective*). `dry_run()` runs one forward and backward pass.
 
         Gradients, buffers and the global random states are as before when it returns.
         """
 
     def sync_on(self, replica: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context for one micro-batch, forward pass included: gradients are exchanged in the last only."""
+        """Return the context for one micro-batch, forward pass included. Only the last exchanges gradients."""
         return _NOTHING
 
     def agree_on_buffers(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers, so that all evaluate the same model (*collective*)."""
+        """Broadcast rank 0's buffers, so that all evaluate one model (*collective*)."""
 
     def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
-        """Return the weights, named as in a `State`, as each further device of this process gets them."""
+        """Return each further device's copy of the weights. Of this process; named as in a `State`."""
         return []
 
 
 def build(config: ParallelConfig, world: World) -> Strategy:
-    """Return the strategy that `config` names, for this rank; one of one process among several is refused."""
+    """Return this rank's strategy. Raises `RequestError` for a one-process strategy among several processes."""
     # A launcher has resolved `auto` before there is a world; a library's caller need not.
     name = registry.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
     kind = registry.kind(name)

@@ -4,10 +4,10 @@ At each forward pass the model is copied to the devices, the batch is split, the
 outputs are gathered; one backward pass sums the gradients into the one set of parameters. BatchNorm sees a replica's
 share of the batch alone; replica 0's running statistics stay.
 
-On GPUs this is torch.nn.DataParallel, but that a batch is split as `BatchPlan` shares it out among ranks (22, 21, 21 of
-64, not 22, 22, 20), and that autocast's dtype comes along: torch hands its threads only whether it is on. On a CPU that
-class passes its input through, so here threads do the same. They draw from the CPU's one random generator as they
-happen to come: dropout under dp on a CPU, alone among all, is not the same bits twice.
+On GPUs this is torch.nn.DataParallel with two differences: a batch is split as `BatchPlan` does among ranks (22, 21, 21
+of 64, not 22, 22, 20), and autocast's dtype is passed on: torch passes its threads only whether autocast is on. On a
+CPU that class passes its input through, so here threads do the same. They draw from the CPU's one random generator in
+arbitrary order: dropout under dp on a CPU, alone among all, is not the same bits twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .base import Strategy
 
 
 class DataParallel(Strategy):
-    """One process that splits each micro-batch over its devices; its one backward pass sums over the replicas."""
+    """One process that splits each micro-batch over its devices. One backward pass sums over the replicas."""
 
     name = "dp"
     can_sync_batchnorm = False
@@ -42,7 +42,7 @@ class DataParallel(Strategy):
             self.devices = tuple(torch.device("cuda", index) for index in indices)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that splits its input; raise `RequestError` for several devices and a compiled model."""
+        """Return the module that splits its input. Raises `RequestError` for several devices and a compiled model."""
         if len(self.devices) > 1 and any(map(_torch.is_compiled, model.modules())):
             raise RequestError(
                 f"--compile cannot work under --strategy {self.name} on {len(self.devices)} devices, because a copy "
@@ -53,7 +53,7 @@ class DataParallel(Strategy):
         return super().wrap(ThreadReplicas(model, len(self.devices)))
 
     def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
-        """Return the parameters as each GPU but the first gets them: what broken peer-to-peer access would ruin."""
+        """Return each further GPU's copy of the parameters. Broken peer-to-peer access would damage it."""
         if self.devices[0].type != "cuda" or len(self.devices) == 1:
             return []
         named = {f"model/{name}": held.detach() for name, held in model.named_parameters()}
@@ -68,7 +68,7 @@ class DataParallel(Strategy):
 
 
 class _InAutocast(nn.Module):
-    """`module`, computed in the autocast dtype that comes with its input."""
+    """Computes `module` in the autocast dtype given with its input."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _DeviceReplicas(nn.DataParallel[_InAutocast]):
         return super().forward(x, _autocast_dtype(x))  # type: ignore[no-any-return]
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> tuple[Any, Any]:
-        """Return the inputs of each replica, (part of x, autocast dtype), on its device."""
+        """Return each replica's inputs, (part of x, autocast dtype), on its device."""
         x, dtype = inputs
         sizes = [len(part) for part in _split(x, len(device_ids))]
         parts = comm.scatter(x, device_ids[: len(sizes)], sizes)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class _DeviceReplicas(nn.DataParallel[_InAutocast]):
 
 
 class ThreadReplicas(nn.Module):
-    """nn.DataParallel for a CPU: `replicas` threads, each with its share of the batch and of the processor's cores."""
+    """nn.DataParallel for a CPU, in `replicas` threads. Each has its share of the batch and of the cores."""
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ThreadReplicas(nn.Module):
         self.cores = max(1, torch.get_num_threads() // replicas)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the module's output for `x` (batch first), computed in parts of the batch."""
+        """Compute the output for `x` (batch first) in parts."""
         dtype, parts = _autocast_dtype(x), _split(x, self.replicas)
         if len(parts) == 1 or not torch.is_grad_enabled():
             return self.module(x, dtype)  # type: ignore[no-any-return]
@@ -136,7 +136,7 @@ class ThreadReplicas(nn.Module):
 
 
 def _split(x: Tensor, replicas: int) -> list[Tensor]:
-    """Return the parts of `x` (n, …) for at most so many replicas, the larger ones first; one where n is 0."""
+    """Return `x` (n, …) in at most `replicas` parts. The larger ones first; one part where n is 0."""
     return [part for part in x.tensor_split(replicas) if len(part)] or [x]
 
 

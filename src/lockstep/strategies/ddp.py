@@ -1,8 +1,8 @@
-"""DistributedDataParallel: one process a device, gradients averaged by all-reduce while backward still runs.
+"""DistributedDataParallel: one process per device. All-reduce averages gradients while backward still runs.
 
 torch's DDP all-reduces buckets of parameters, which it forms anew after the first backward pass. The sum of three or
 more ranks depends in its last bits on an element's place in its bucket, so that a resumed run would differ from one
-that was never stopped. `settle` therefore rehearses one pass before the first step: the buckets are then static.
+that was never stopped. `prepare` therefore dry-runs one pass before the first step: the buckets are then static.
 Through memory that the ranks of a host share, backward waits for each exchange, and no place matters.
 """
 
@@ -32,7 +32,7 @@ _KEEP_BUFFERS: dict[str, Any] = {
 
 
 class _Replica(DistributedDataParallel):
-    """torch's DDP, which calls a compiled model as it was written where this rank has no sample."""
+    """torch's DDP; an empty batch runs without torch.compile."""
 
     def forward(self, x: Tensor) -> Tensor:
         # The compiler would make another program for no samples, and that of torch 2.11 fails in its backward pass.
@@ -41,7 +41,7 @@ class _Replica(DistributedDataParallel):
 
 
 def _average(world: World, gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients through the memory that the ranks share: what DDP would do by gloo."""
+    """Average a gradient bucket through the ranks' shared memory. In place of gloo's all-reduce."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(world.sum_(gradients).div_(world.size))
     return done
@@ -62,10 +62,10 @@ class DDP(Strategy):
         return self._world.size
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the DDP module (*collective*: rank 0's parameters and buffers are sent to all)."""
+        """Return the DDP module (*collective*). All get rank 0's parameters and buffers."""
         world = self._world
         if world.group is None:
-            return model  # one rank that no launcher gave a group: there is nobody to exchange with
+            return model  # one rank without a group from a launcher: it exchanges nothing
         with _torch.without_compiler():
             replica = _Replica(
                 model,
@@ -79,13 +79,13 @@ class DDP(Strategy):
             replica.register_comm_hook(world, lambda world, bucket: _average(world, bucket.buffer()))
         return replica
 
-    def settle(self, model: nn.Module, rehearse: Callable[[], None]) -> None:
-        """Rehearse one pass; refuse parameters that the loss does not reach, unless find_unused is set."""
+    def prepare(self, model: nn.Module, dry_run: Callable[[], None]) -> None:
+        """Rehearse one pass. Refuses parameters that the loss does not reach, unless find_unused is set."""
         if self._world.group is None or self._find_unused:
             return
         buffers = {name: held.clone() for name, held in model.named_buffers()}
         with kept(self.devices):
-            rehearse()
+            dry_run()
         unused = [name for name, item in model.named_parameters() if item.requires_grad and item.grad is None]
         if unused:
             raise RequestError(

@@ -12,6 +12,6 @@ from .ddp import DDP
 
 
 class Hybrid(DataParallel, DDP):
-    """DDP over the ranks of the world, each of which splits its share over several devices."""
+    """DDP over the ranks; each splits its share over its devices."""
 
     name = "hybrid"

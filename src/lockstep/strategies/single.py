@@ -1,4 +1,4 @@
-"""One device. What every other strategy has to equal."""
+"""One device: the reference for every other strategy."""
 
 from __future__ import annotations
 

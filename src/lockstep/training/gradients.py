@@ -1,8 +1,8 @@
-"""The gradients and losses of a user's own loop: weighed, and summed over the ranks once a global batch.
+"""Gradients and losses of a user's own loop, weighted. They are summed over the ranks once a global batch.
 
 DistributedDataParallel has to know before the forward pass which parameters will have gradients, and a method of the
-model's own passes it by without a word. Here nothing is wrapped and nothing foreseen; the price is that communication
-overlaps with no computation. The parameters' order decides that of the sums: equal worlds come to equal bits.
+model's own bypasses it silently. Here no model is wrapped; the price is that communication overlaps with no
+computation. The parameters' order decides that of the sums: equal worlds come to equal bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..world.world import World
 from .precision import Precision
 
 BUCKET_BYTES = 32 << 20
-"""Of gradients that are exchanged at a time: so much memory more is needed."""
+"""Size of gradients exchanged at a time, and of the additional memory."""
 _Held = list[tuple[nn.Parameter, Tensor]]
 _Bucket = list[nn.Parameter]
 
 
 @dataclass
 class _Part:
-    """What the n-th backward of each of the batch's micro-batches has come to so far, on this rank."""
+    """This rank's sums of the n-th backward over the batch's micro-batches."""
 
     loss: Tensor | None = None
     weight: Any = 0
@@ -35,11 +35,11 @@ class _Part:
 
 
 class GlobalBatch:
-    """The global batch under way: its gradients, and the loss since the last optimizer step.
+    """Current global batch: gradients, and loss since the last optimizer step.
 
-    A micro-batch's gradients are put aside until those of its batch's last one have come; then they are summed over the
-    ranks, divided by the total weight where there are weights, and added to whatever gradients there are. So what
-    follows in a plain loop (clipping, several optimizers, a second loss) finds those of the global batch, or none.
+    A micro-batch's gradients are put aside until the batch's last micro-batch; then they are summed over the ranks,
+    divided by the total weight if there are weights, and added to existing gradients. Later code of a plain loop
+    (clipping, several optimizers, a second loss) finds the gradients of the global batch, or none.
     """
 
     def __init__(self, world: World, precision: Precision) -> None:
@@ -55,21 +55,21 @@ class GlobalBatch:
         self._samples = 0
 
     def add_model(self, model: nn.Module) -> None:
-        """Take in the parameters of `model` that no other one has."""
+        """Add the parameters of `model` that no other model has."""
         known = set(self.parameters)
         self._models.append([each for each in model.parameters() if each not in known])
         self.parameters += self._models[-1]
 
     def note(self, loss: Tensor) -> None:
-        """Take in a part of the loss (0-dim) whose gradients a strategy exchanges."""
+        """Add a part of the loss (0-dim). A strategy exchanges its gradients."""
         self._loss = loss if self._loss is None else self._loss + loss
 
     def backward(
         self, loss: Tensor, factor: float | Tensor, weight: float | Tensor | None, *, last: bool, exchanges: bool
     ) -> None:
-        """Add the gradients of `factor` · `loss` (0-dim); with the `last` micro-batch's, sum them (*collective*).
+        """Add the gradients of `factor` · `loss` (0-dim) to the batch's (*collective*).
 
-        They are divided by all ranks' `weight`, where there is one. What counts nothing joins in BatchNorm's exchanges.
+        The `last` sums them and divides by all ranks' `weight`, if any. Uncounted shares join in BatchNorm's exchanges.
         """
         if self.number == len(self._parts):
             self._parts.append(_Part())
@@ -101,7 +101,7 @@ class GlobalBatch:
             part.loss = part.loss / divisor
 
     def end(self, samples: int) -> None:
-        """End a batch of so many samples, of all ranks."""
+        """End a batch of `samples` over all ranks."""
         for part in self._parts:
             if part.loss is not None:
                 self.note(part.loss)
@@ -109,18 +109,18 @@ class GlobalBatch:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the batch: it was left before its last micro-batch."""
+        """Discard the batch, such as one left before its last micro-batch."""
         self._parts.clear()
         self.number, self._has_apart = 0, False
 
     def taken(self) -> tuple[Tensor, int]:
-        """Return this rank's part of the loss, and the samples, of the batches since the last step, which was made."""
+        """Return and reset this rank's loss, and the samples. Both cover the batches since the last optimizer step."""
         loss = torch.zeros((), device=self._world.device) if self._loss is None else self._loss
         samples, self._samples, self._loss = self._samples, 0, None
         return loss, samples
 
     def _set_aside(self) -> _Held:
-        """Take away, and return, the gradients that are there, so that the next backward pass leaves its own alone."""
+        """Remove and return the existing gradients. The next backward pass then leaves its own alone."""
         held = [(each, each.grad) for each in self.parameters if each.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
@@ -131,7 +131,7 @@ class GlobalBatch:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _void(self, weight: float | Tensor) -> None:
-        """Drop the gradients that are there if `weight` (0-dim) is 0: those of a mean over nothing are no numbers."""
+        """Drop the gradients if `weight` (0-dim) is 0. Gradients of a mean over nothing are NaN."""
         if isinstance(weight, Tensor):
             for each in self.parameters:
                 if each.grad is not None:
@@ -149,7 +149,7 @@ class GlobalBatch:
         return total
 
     def _sum(self, divisor: Tensor | None, exchanges: bool) -> None:
-        """Sum the gradients over the ranks, in place, and divide them; without one on any rank, there stays none."""
+        """Sum the gradients over the ranks in place, and divide. A gradient that no rank has stays None."""
         if self._world.group is not None and exchanges:
             for buckets in self._taking_part():
                 for bucket in buckets:
@@ -158,7 +158,7 @@ class GlobalBatch:
             _torch.foreach_div_(present, divisor)
 
     def _taking_part(self) -> Iterable[list[_Bucket]]:
-        """Return the buckets of the models that any rank has gradients of (*collective* where there are several)."""
+        """Return the buckets of models with gradients on any rank. *Collective* for several models."""
         found = []
         for number, model in enumerate(self._models):  # a user may freeze a part, and let it train later
             key = number, *[each.requires_grad for each in model]
@@ -181,27 +181,27 @@ class GlobalBatch:
         flat = self._world.sum_(torch.cat([*(part.reshape(-1) for part in parts), has]))
         *sums, has = torch.split(flat, [*(each.numel() for each in bucket), len(bucket)])
         _torch.foreach_copy_(parts, [one.view(each.shape) for one, each in zip(sums, bucket, strict=True)])
-        if absent:  # only then the host waits for the numbers
+        if absent:  # only then does the host wait for the numbers
             for each, part, some in zip(bucket, parts, has.tolist(), strict=True):
                 each.grad = part if some else None
 
 
 def on_device(value: float | Tensor, device: torch.device) -> Tensor:
-    """Return the number as float64 (0-dim) on `device`; the host waits for nothing."""
+    """Return the number as float64 (0-dim) on `device`. The host waits for nothing."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
     return torch.full((), float(value), dtype=torch.float64, device=device)  # filled there: a copy would be waited for
 
 
 def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
-    """Return the loss (0-dim) times its factor; where that is 0, zero: a mean over nothing is no number."""
+    """Return the loss (0-dim) times its factor. Factor 0 gives zero: a mean over nothing is NaN."""
     if not isinstance(factor, Tensor):
         return loss * factor if factor else torch.zeros_like(loss)
     return torch.where(factor > 0, loss * factor, 0)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Return the parameters in lists of one dtype and device, of up to `BUCKET_BYTES` each."""
+    """Group the parameters by dtype and device. Each bucket has up to `BUCKET_BYTES`."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[_Bucket]] = {}
     for each in parameters:
         lists = by_kind.setdefault((each.dtype, each.device), [[]])
@@ -212,7 +212,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise `RequestError` where `loss` is no number of which gradients can be taken."""
+    """Raise `RequestError` unless `loss` is one number that requires gradients."""
     if not isinstance(loss, Tensor) or loss.dim() or loss.is_complex():
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise RequestError(

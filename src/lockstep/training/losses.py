@@ -1,4 +1,4 @@
-"""The loss of a batch as a sum over its samples, which is divided once: cross-entropy, or the user's own."""
+"""Loss of a batch, summed over samples and divided once. Cross-entropy, or the user's own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..config.schema import OptimConfig
 from ..errors import RequestError
 
 _SAME_SUM = 1e-3
-"""How far, relatively, the loss of samples together may be from the sum of their losses: half precision and more."""
+"""Relative tolerance of samples' loss against the sum of their losses: that of half precision, and more."""
 LossFunction = Callable[..., Tensor]
 """(scores (n, classes), labels (n,), reduction="sum") -> the sum over the samples, 0-dim."""
 
 
 def build(config: OptimConfig) -> LossFunction:
-    """Return the loss that training takes."""
+    """Return the training loss."""
     if ":" not in config.loss:
         return functools.partial(nn.functional.cross_entropy, label_smoothing=config.label_smoothing)
     own: LossFunction = user_code.load("--loss", config.loss)
@@ -28,14 +28,14 @@ def build(config: OptimConfig) -> LossFunction:
 
 
 def evaluated(config: OptimConfig, training: LossFunction) -> LossFunction:
-    """Return the loss that an evaluation reports: labels are not smoothed there."""
+    """Return the evaluation loss, without label smoothing."""
     return training if ":" in config.loss else nn.functional.cross_entropy
 
 
 def check_number(whose: str, found: Any, wanted: str) -> None:
-    """Raise `RequestError` unless the user's function, `whose` name is given, has returned one number.
+    """Raise `RequestError` unless a user's function has returned one number.
 
-    Where gradients are computed, the number must have one.
+    `whose` names the function. Where gradients are computed, the number must have one.
     """
     shown = f"a {type(found).__name__}"
     if isinstance(found, Tensor):
@@ -46,7 +46,7 @@ def check_number(whose: str, found: Any, wanted: str) -> None:
 
 
 def check_sum(whose: str, whole: float, first: float, rest: float, *, of: str) -> None:
-    """Raise `RequestError` where the loss of samples `of` is not the sum of those of the first of them and the rest."""
+    """Raise `RequestError` unless losses add up over samples. `whole`, of samples `of`, must be `first` + `rest`."""
     total = first + rest
     if abs(whole - total) > _SAME_SUM * max(map(abs, (whole, first, rest))):
         raise RequestError(

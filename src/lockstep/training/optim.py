@@ -1,4 +1,4 @@
-"""torch's optimizers, and the learning rate as a pure function of the optimizer step.
+"""torch's optimizers; the learning rate as a pure function of the step.
 
 torch's schedulers hold state that has to be saved, and each process steps its own. Here the rate at step s follows from
 the config and s alone, so that a resumed run, or one on another world, has the same one.
@@ -29,7 +29,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Optimizers:
-    """One or several torch optimizers that step together, each over its own parameters."""
+    """Torch optimizers that step together, each over its own parameters."""
 
     each: tuple[Optimizer, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -48,7 +48,7 @@ class Optimizers:
 
 
 class Average:
-    """An exponential moving average of a model's weights, from those at the start; buffers are the model's own."""
+    """Exponential moving average of a model's weights. Starts at their initial values; buffers are the model's own."""
 
     # torch's AveragedModel asks its counter at each update whether it is the first: the host would wait for the GPU.
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -62,7 +62,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the model's weights after a step."""
+        """Update the average with the model's weights after a step."""
         self._average(self._ours, self._theirs, 0)
         if self._our_buffers:
             _torch.foreach_copy_(self._our_buffers, self._their_buffers)
@@ -107,7 +107,7 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
 
 
 def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list[nn.Parameter]]]:
-    """Return (pattern, factor, parameters) of each --lr-scale: the first pattern that matches a parameter has it."""
+    """Return (pattern, factor, parameters) of each --lr-scale. The first pattern that matches a parameter has it."""
     named = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
     found: list[tuple[str, float, list[nn.Parameter]]] = []
     taken: set[nn.Parameter] = set()
@@ -125,14 +125,14 @@ def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list
 
 
 def rate(config: RunConfig, batch: int, steps_per_epoch: int) -> Schedule:
-    """Return the learning rate at an optimizer step, for a global batch of `batch` samples."""
+    """Return the learning rate's schedule for a global batch of `batch` samples."""
     peak = peak_lr(config.optim, batch)
     factor = schedule(config.optim, steps_per_epoch=steps_per_epoch, epochs=config.epochs)
     return lambda step: peak * factor(step)
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
-    """Return the peak rate for a global batch: `lr` times (batch ÷ base batch), its root, or 1.
+    """Return the peak rate for a global batch. `lr` times (batch ÷ base batch), its root, or 1.
 
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick".
     """
@@ -141,7 +141,7 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
 
 
 def schedule(config: OptimConfig, *, steps_per_epoch: int, epochs: int) -> Schedule:
-    """Return the factor on the peak rate; the config's epochs become steps, rounded to the nearest."""
+    """Return the factor on the peak rate. The config's epochs become steps, rounded to the nearest."""
     total = steps_per_epoch * epochs
     warmup = round(config.warmup * steps_per_epoch)
     marks = [round(mark * steps_per_epoch) for mark in config.milestones]

@@ -1,4 +1,4 @@
-"""The arithmetic: which dtype the weights have, which one the products run in, and how gradients stay finite.
+"""Precision: dtypes of weights and products, and loss scaling.
 
 Weights and data are float32, under fp64 float64. Products are so too, but under tf32 on TF32 tensor cores, under bf16
 and fp16 by autocast; under fp16 gradients are scaled, and unscaled before clipping.
@@ -23,7 +23,7 @@ from ..errors import RequestError
 
 @dataclass(frozen=True)
 class Precision:
-    """One way to compute. `autocast` is entered around forward and loss, `backward` and `step` do the rest."""
+    """Precision of a run. `autocast` is entered around forward and loss; `backward` and `step` do the rest."""
 
     name: str
     dtype: torch.dtype  # of weights and images
@@ -33,7 +33,7 @@ class Precision:
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
-        """Return the precision asked for on `device`; raise `RequestError` where the device does not have it."""
+        """Return the precision asked for on `device`. Raises `RequestError` where the device lacks it."""
         name = resolve(config.name, device)
         if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
@@ -57,7 +57,7 @@ class Precision:
 
     @property
     def cast(self) -> torch.dtype | None:
-        """The dtype to which a user's own model and data are cast: float64; None where they stay as they are."""
+        """Dtype for a user's model and data: float64, or None (unchanged)."""
         return self.dtype if self.name == "fp64" else None
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -75,18 +75,18 @@ class Precision:
         return self.context
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add the gradients of `weight` · `loss` (both 0-dim) to the parameters', scaled where float16 needs it."""
+        """Add the gradients of `weight` · `loss` (both 0-dim). They are scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
         (scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take the scale out of the gradients of `parameters`, in place, once they are summed over the ranks."""
+        """Unscale the gradients of `parameters` in place. Call once they are summed over the ranks."""
         if self.scaler is not None:
             self.scaler.unscale([each.grad for each in parameters if each.grad is not None])
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
-        """Clip and apply unscaled gradients; return the norm before, where `clip` is set or it is to be measured."""
+        """Clip and apply unscaled gradients. Returns the norm before, with `clip` or `measure`; else None."""
         norm = None
         if clip is not None or measure:
             parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
@@ -104,23 +104,23 @@ class Precision:
         return norm
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold of this: the scaler's scale."""
+        """Return the scaler's state for a checkpoint."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Restore the scaler from the result of `state`."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
 
 _ASKING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Fused, they ask on the device whether a gradient was not finite."""
+"""Fused, these check on the device for gradients that are not finite."""
 
 
 class Scaler:
-    """Loss scaling as torch's GradScaler does it, but of all optimizers as one, and the host waits for nothing.
+    """Loss scaling as in torch's GradScaler, for all optimizers as one.
 
-    Gradients are unscaled as soon as they are summed. Where any of them was not finite, no optimizer steps.
+    The host waits for nothing. Gradients are unscaled once summed. Where any is not finite, no optimizer steps.
     """
 
     _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
@@ -136,14 +136,14 @@ class Scaler:
 
     @torch.no_grad()
     def unscale(self, gradients: list[Tensor]) -> None:
-        """Unscale the gradients, in place, and note on the device whether all are finite."""
+        """Unscale the gradients in place; note any overflow on the device."""
         if gradients:
             _torch.foreach_div_(gradients, self._scale)
             found = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
             self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
 
     def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        """Call `step`, the optimizer's, to no effect where a gradient was not finite."""
+        """Call the optimizer's `step`, without effect where a gradient is not finite."""
         if self._overflow is None:
             step()
         elif isinstance(optimizer, _ASKING) and optimizer.defaults["fused"]:
@@ -155,7 +155,7 @@ class Scaler:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adapt the scale to what was found since the last time."""
+        """Adapt the scale to the overflows since the last update."""
         if self._overflow is not None:
             bad, self._overflow = self._overflow > 0, None
             grown = self._clean + 1 >= self._INTERVAL
@@ -164,7 +164,7 @@ class Scaler:
             self._scale = self._scale * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what GradScaler's `state_dict` does."""
+        """Return the state in the format of GradScaler's `state_dict`."""
         return {
             "scale": self._scale.item(),
             "growth_factor": self._GROWTH,
@@ -174,14 +174,14 @@ class Scaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Restore the state from the result of `state_dict`."""
         self._scale = torch.full_like(self._scale, state["scale"])
         self._clean = torch.full_like(self._clean, state["_growth_tracker"])
 
 
 @torch.no_grad()
 def _step_unless(optimizer: Optimizer, step: Callable[[], Any], overflow: Tensor) -> None:
-    """Step, and put all back where `overflow` (0-dim, bool) holds, state made in this step to zeros (as Muon's is)."""
+    """Step; undo the step where `overflow` (0-dim, bool) holds. State made in this step becomes 0 (as Muon's is)."""
 
     def held() -> list[Tensor]:
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
@@ -195,9 +195,9 @@ def _step_unless(optimizer: Optimizer, step: Callable[[], Any], overflow: Tensor
 
 
 def resolve(name: str, device: torch.device) -> str:
-    """Return the precision that `name` stands for on `device`: auto is bf16 where the hardware multiplies it."""
+    """Return the precision that `name` stands for on `device`. auto is bf16 where the hardware multiplies it."""
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if hardware.has_bf16_units() else "fp32"
+    return "bf16" if hardware.bf16_units() else "fp32"

@@ -1,1 +1,1 @@
-"""Proofs: gradients of N ranks against one, curves of variants, a run judged by its records."""
+"""Proofs: gradients of N ranks, curves of variants, and run records."""

@@ -1,9 +1,9 @@
-"""Why N ranks' gradient is another one than one process's: each cause switched off, and the gradients measured again.
+"""Find why N ranks' gradient differs from one process's.
 
-First everything that can be switched off is, on both sides: the gradients must then agree, else the exchange itself is
-at fault (ranks' means are averaged, or divided by a wrong count), which is seen by measuring even shares and by the one
-factor that all tensors have in common. Then one thing at a time is let back in: what makes the gradients differ by
-itself is a cause, and so large is its part.
+Each cause is switched off and the gradients are measured again. First everything that can be switched off is, on both
+sides: the gradients must then agree, else the exchange itself is at fault (ranks' means are averaged, or divided by a
+wrong count), which shows with even shares and in one factor common to all tensors. Then one cause at a time is switched
+on again: the gap that it makes alone is its part.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SENTENCES = {
 
 
 class Cause(NamedTuple):
-    """One thing that makes the gradients differ, measured by itself."""
+    """One cause of a gradient difference, measured alone."""
 
     name: str
     sentence: str  # what it does, and what to do, without a full stop
@@ -54,15 +54,15 @@ class Cause(NamedTuple):
     rest: float  # the largest gap that is left with it switched off, too
 
     def merged(self, other: Cause) -> Cause:
-        """Return the same cause as two batches show it: its part in each tensor, and what is left, at their largest."""
+        """Return the cause over two batches. Takes the larger gap of each tensor and the larger rest."""
         both = {name: max(gap, other.tensors.get(name, 0)) for name, gap in self.tensors.items()}
         return self._replace(tensors=beyond(other.tensors | both, 0), rest=max(self.rest, other.rest))
 
 
 def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[Cause]:
-    """Return the causes of a gap under `strategy` in `case`, one at least, on rank 0 (*collective*).
+    """Return the causes of a gap under `strategy`. At least one, on rank 0 (*collective*).
 
-    What other ranks return means nothing.
+    The return value of other ranks has no meaning.
     """
     ground, rescaled, found = case, False, list[Cause]()
 
@@ -120,14 +120,14 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
 
 
 def _ratio(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the number k for which k × `reference` comes nearest to `theirs`, in least squares; 1 where all are 0."""
+    """Return the factor k that minimizes |k × `reference` − `theirs`|². 1 where all are 0."""
     shared = [name for name in reference if name in theirs]
     square = sum(float((reference[name] ** 2).sum()) for name in shared)
     return sum(float((theirs[name] * reference[name]).sum()) for name in shared) / square if square else 1.0
 
 
 def _of_the_loss(bench: Workbench) -> str:
-    """Return what a loss does that is not the sum of its samples' losses: it is asked about made-up scores."""
+    """Return how a loss deviates from a sum over samples. Measured on made-up scores."""
     job = bench.job(ONE)
     classes = job.config.model.classes or job.data.train.classes
     scores = torch.randn(4, classes, generator=torch.Generator().manual_seed(0), dtype=job.precision.dtype)
@@ -139,7 +139,7 @@ def _of_the_loss(bench: Workbench) -> str:
 
 
 def _of_the_model(bench: Workbench, case: Case, rest: Mapping[str, float], tolerance: float) -> tuple[str, str]:
-    """Return why a gap stays that nothing switches off, and where, by passes of the model in this process."""
+    """Return the cause and place of a gap that no switch closes. Runs the model in this process."""
     job, (x, _) = bench.job(ONE), bench.read(case)
     with switched(job.model, frozenset({"statistics"}), job.strategy.devices), Constants():  # type: ignore[no-untyped-call]
         with _Watching() as watch, torch.no_grad():
@@ -158,7 +158,7 @@ def _of_the_model(bench: Workbench, case: Case, rest: Mapping[str, float], toler
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that give less than float64."""
+    """Records operations whose results are coarser than float64."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

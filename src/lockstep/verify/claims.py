@@ -1,8 +1,7 @@
-"""A run judged by its records alone: no model is built, no data set is read.
+"""Judge a run by its records alone: no model, no data set.
 
-Each claim holds where files that were written at different times agree (the config, the steps, the summary, the
-checkpoints): it is a function that yields what is wrong. Whatever lies in a run's folder, a verdict or one error comes
-of it.
+A claim is a function that compares files written at different times (the config, the steps, the summary, the
+checkpoints) and yields each contradiction. Any content of a run's folder gives a verdict or one error.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from ..data.order import SHUFFLED
 from ..errors import ProofError, RequestError, Stopped, counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check, from_json
-from ..runs.folders import run_of
 from ..training import optim
 
 CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
 _SCORES = ("top1", "top5", "loss", "samples")
-"""What an evaluation gives; an `eval` event and a summary have it by these names."""
+"""Results of an evaluation, by their names in an `eval` event and a summary."""
 _COMPLETE = (0, Stopped.exit_code)
 _T = TypeVar("_T")
 _Row = Mapping[str, Any]
@@ -41,7 +39,7 @@ _Row = Mapping[str, Any]
 
 
 class _Part(NamedTuple):
-    """What one start of the run has left in steps.jsonl: a run is started once, and again each time it is resumed."""
+    """The rows of steps.jsonl from one start or resumption of the run."""
 
     rows: Sequence[_Row]
     start: _Row
@@ -51,7 +49,7 @@ class _Part(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What lies in a run's folder; None or nothing for what cannot be read, which `damage` tells."""
+    """The content of a run's folder. None or empty for unreadable files, which `damage` names."""
 
     folder: Path
     config: RunConfig | None
@@ -66,15 +64,6 @@ class _Run(NamedTuple):
 
     def rows(self, *events: str) -> list[_Row]:
         return [row for part in self.parts for row in part.rows if row["event"] in events]
-
-
-def find(path: Path) -> Path:
-    """Return the run's folder that `path` is, or that its checkpoint lies in. Raises `RequestError` for none."""
-    folder = run_of(path) or path
-    if (folder / STEPS).is_file() or (folder / MANIFEST).is_file():
-        return folder
-    found = f"lies in no run's folder: there is neither {STEPS} nor {MANIFEST}" if path.exists() else "is not there"
-    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
 
 
 def _read(folder: Path) -> _Run:
@@ -104,7 +93,7 @@ def _read(folder: Path) -> _Run:
     config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
     manifest = understood(MANIFEST, lambda: json_object(MANIFEST))
     summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if (folder / SUMMARY).exists() else None
-    if summary is None or summary.get("exit") is None:  # a start marks the one before it; or it holds proofs alone
+    if summary is None or summary.get("exit") is None:  # a new start clears the exit code; or the file has proofs alone
         summary = {}
     if not parts:
         return _Run(folder, config, summary, parts, damage)
@@ -113,7 +102,7 @@ def _read(folder: Path) -> _Run:
         if manifest is not None and manifest.get(name) != last.start[own]:
             damage.append(f"{MANIFEST} has {name} {manifest.get(name)}, and {STEPS} {last.start[own]}")
     code = None if last.end is None else last.end["exit"]
-    if is_torn and code is not None:  # as no kill leaves it
+    if is_torn and code is not None:  # a kill does not cause that
         damage.append(f"the last line of {STEPS} is cut short")
     if summary and code is None:  # which is written after that end
         damage.append(f"{STEPS} lacks the end of the run, which {SUMMARY} has (exit code {summary['exit']})")
@@ -158,11 +147,11 @@ def _at(row: _Row) -> str:
 
 
 class _OpenError(Exception):
-    """Why a claim cannot be judged, as a clause."""
+    """The reason that a claim cannot be judged, as a clause."""
 
 
 class Judgement(NamedTuple):
-    """What became of each claim about a run."""
+    """The outcome of each claim about a run."""
 
     checks: Sequence[Check]  # those judged here, then others that the run has written
     unfinished: str  # why the run has no end, as a clause; "" for one that is complete
@@ -174,9 +163,9 @@ class Judgement(NamedTuple):
 
 
 def judge(folder: Path) -> Judgement:
-    """Return what became of each claim about the run in `folder`, from its files alone; writes nothing.
+    """Judge each claim about the run in `folder`. Reads its files alone; writes nothing.
 
-    Raises `RequestError` where its records are none of ours.
+    Raises `RequestError` for records that lockstep did not write.
     """
     with understanding(folder / STEPS):
         run = _read(folder)
@@ -195,7 +184,7 @@ def judge(folder: Path) -> Judgement:
 
 
 def refusal(folder: Path, judged: Judgement) -> ProofError:
-    """Return the error for a run of which claims are wrong: it names the first one, and the place."""
+    """Return the error for failed claims: names the first, and the place."""
     first, *others = judged.failing
     more = f" {counted(len(others), 'more claim')} {'fail' if others[1:] else 'fails'}." if others else ""
     return ProofError(f"{folder} is not what its records claim: {first.name} {first.outcome}: {first.found}.{more}")
@@ -204,7 +193,7 @@ def refusal(folder: Path, judged: Judgement) -> ProofError:
 def _judged(
     run: _Run, name: str, claim: str, tolerance: str, event: str, problems: Callable[[_Run], Iterator[str]]
 ) -> Check:
-    """Judge a claim about the events of a kind by what `problems` yields."""
+    """Judge a claim by the contradictions that `problems` yields. `event` is the kind of events it counts."""
     begun_s, times, found, outcome = time.perf_counter(), 0, [""], Check.OPEN
     try:
         with understanding(Path("its records")):
@@ -214,7 +203,7 @@ def _judged(
             outcome = Check.FAILS if found else Check.HOLDS if times else Check.OPEN
     except _OpenError as error:
         found = [str(error)]
-    except RequestError as error:  # over what no event, config or checkpoint of ours holds
+    except RequestError as error:  # a value that no event, config or checkpoint of ours has
         outcome, found = Check.FAILS, [_reason(error)]
     more = f"; and {counted(len(found) - 1, 'more finding')}" if found[1:] else ""
     told, cost_s = "".join(found[:1]) + more, time.perf_counter() - begun_s
@@ -265,7 +254,7 @@ def _steps(run: _Run) -> Iterator[str]:
 
 
 def _is_out_of_patience(run: _Run, patience: int | None) -> bool:
-    """Return whether the last `patience` evaluations have brought no better top1 than those before."""
+    """Return whether the last `patience` evaluations did not raise the best top1."""
     scores = list({row["step"]: row["top1"] for row in run.rows("eval")}.values())
     if patience is None or len(scores) <= patience:
         return patience is not None and run.first_step > 0  # those before may be in another folder
@@ -273,7 +262,7 @@ def _is_out_of_patience(run: _Run, patience: int | None) -> bool:
 
 
 def _samples(run: _Run) -> int:
-    """Return the size of the training set: a checkpoint tells it, or else the steps of an epoch."""
+    """Return the training set's size. Read from a checkpoint, else derived from an epoch's steps."""
     meta = checkpoint.peek(run.folder / "checkpoints" / "last") or {}
     start = run.parts[0].start
     size, per_epoch = start["plan"]["global_size"], start["steps_per_epoch"]
@@ -319,7 +308,7 @@ def _evaluations(run: _Run) -> Iterator[str]:
 
 
 def _misplaced(run: _Run) -> Iterator[str]:
-    """Yield the evaluations that come after another step than their own, or twice, and those that are missing."""
+    """Yield evaluations at a wrong step, repeated ones, and missing ones."""
     due, evaluated = set[int](), set[int]()
     for part in run.parts:
         step, own = part.first_step, set[int]()
@@ -336,12 +325,12 @@ def _misplaced(run: _Run) -> Iterator[str]:
         due |= {step} if part.end is not None and part.end["exit"] == 0 else set()
         evaluated |= own
     for step in sorted(due - evaluated):
-        if run.first_step < step and (run.exit == 0 or step < run.last_step):  # where it ends otherwise, not yet
+        if run.first_step < step and (run.exit == 0 or step < run.last_step):  # otherwise the last one may be missing
             yield f"the evaluation after step {step} is not in {STEPS}"
 
 
 def _is_possible(row: _Row) -> bool:
-    """Return whether these are scores: shares of the samples are quotients of whole numbers, to the last bit."""
+    """Return whether scores are possible. Shares are integers over the sample count, to the last bit."""
     samples, shares = row["samples"], (row["top1"], row["top5"])
     is_ordered = _is_finite(row["loss"]) and 0 <= row["top1"] <= row["top5"] <= 1
     return is_ordered and all(round(share * samples) / samples == share for share in shares)
@@ -352,7 +341,7 @@ def _summary(run: _Run) -> Iterator[str]:
     if end is None:
         raise _OpenError(f"there is none of the last start: {run.unfinished}")
     otherwise = ("event", "line", "time", "best_top1", "proof")
-    # Null is what this start did not measure: that stays as an earlier one has left it.
+    # Null is a value that this start did not measure: an earlier start's value stays.
     expected = {name: held for name, held in end.items() if held is not None and name not in otherwise}
     expected["steps"] = run.last_step
     if rows and run.exit == 0:
@@ -394,7 +383,7 @@ def _checkpoints(run: _Run) -> Iterator[str]:
 
 
 def _of_other_runs(run: _Run, meta: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in clauses why a checkpoint is not of this run: another config, or other scores of its evaluation."""
+    """Yield contradictions between a checkpoint and this run. Compares config and scores; clauses."""
     # An option that is newer than the checkpoint cannot have been another one.
     before, asked = meta.get("config", {}), {} if run.config is None else resume.identity(run.config)
     for key in asked:
@@ -407,7 +396,7 @@ def _of_other_runs(run: _Run, meta: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _replicas(run: _Run, held: Check | None) -> Check:
-    """Judge what the run itself wrote of its replicas: they must have been the same, also after the last step."""
+    """Judge the run's own replica check: equal, also after the last step."""
     if held is None or run.exit is None:
         why = run.unfinished or f"{STEPS} has no comparison"
         return Check(name="replicas", claim="All ranks hold the same bits", outcome=Check.OPEN, found=why)
@@ -419,7 +408,7 @@ def _replicas(run: _Run, held: Check | None) -> Check:
 
 
 def _ledger(run: _Run, held: Check | None) -> Check:
-    """Judge the ledger, where one was recorded; `held` is what the run itself wrote of it, and what recording cost."""
+    """Judge the ledger, if one was recorded. `held` is the run's own check, and has the cost of recording."""
     path, keeping = run.folder / pages.NAME, [part for part in run.parts if part.start["chosen"].get("ledger") is True]
     found: list[Check] = []
 
@@ -437,9 +426,9 @@ def _ledger(run: _Run, held: Check | None) -> Check:
 
 
 def _planned(run: _Run, begun: int | None) -> Planned:
-    """Return what the ledger has to hold, which was begun after this step."""
+    """Return the plan to check a ledger against. `begun` is the step before the ledger's first."""
     batch, start = _config(run).batch, run.parts[-1].start
-    own = run.is_own_loop  # whose batch the loop tells at its start
+    own = run.is_own_loop  # the loop reports its batch at its start
     return Planned(
         global_batch=start["plan"]["global_size"] if own else batch.size,
         drop_last=start["chosen"].get("drop-last") is True if own else batch.drop_last,
@@ -462,4 +451,4 @@ _CLAIMS = (
     ("checkpoints", "The checkpoints are whole and of this run", BIT_FOR_BIT, "checkpoint", _checkpoints),
 )
 _OF_THE_COMMAND = ("rates", "evaluations", "summary")
-"""Claims that nobody can judge of a loop of the user's own."""
+"""Claims that cannot be judged for a user's own loop."""

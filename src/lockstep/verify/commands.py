@@ -1,4 +1,4 @@
-"""Run commands to their end: none outlives the call, and the first failure is told in its own words."""
+"""Run commands to completion. None outlives the call; the first failure's own message is raised."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,11 +24,16 @@ _LOOK_S = 0.05
 _GRACE_S = 5.0  # for a command to end the ranks that it has started, before all of them are killed
 
 
+def python(*words: str) -> Command:
+    """Return the command `python -m` with these words."""
+    return (sys.executable, "-P", "-m", *words)  # -P: what lies in the current folder is none of ours
+
+
 class Running(contextlib.AbstractContextManager["Running"]):
-    """A command that runs while the block does; at its end neither it nor what it has started is left."""
+    """A command that runs within the block. At exit it and its descendants are ended."""
 
     def __init__(self, name: str, command: Command, log: Path, *, grace_s: float = 0.0) -> None:
-        """Start it; its output goes to `log`. Once asked, it has `grace_s` seconds to end by itself."""
+        """Start the command; `log` takes its output. After a request to end it has `grace_s` seconds."""
         self._name, self._log, self._grace_s = name, log, grace_s
         self._asked_s = math.inf
         with open(log, "wb", buffering=0, opener=ours) as file:
@@ -44,18 +50,18 @@ class Running(contextlib.AbstractContextManager["Running"]):
             )
 
     def ask(self) -> None:
-        """Ask it to end."""
+        """Ask the command to end."""
         self._asked_s = min(self._asked_s, time.monotonic())
         if self._child.poll() is None:
             self._child.terminate()
 
     def check(self, *, fine: tuple[int, ...] = ()) -> bool:
-        """Return whether it has ended, with one of the `fine` exit codes; raise its error for another one."""
+        """Return whether the command has ended. Raises its error for an exit code not in `fine`."""
         code = self._child.poll()
         if code is None or code in fine:
             return code is not None
         lines = [line.decode(errors="replace").rstrip() for line in lines_of(self._log) if line.strip()]
-        # Of ranks that share a log, the first to speak is the one that failed; the others tell that they lost it.
+        # In a log that ranks share, the first message is the failed rank's; the others report that they lost it.
         told = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
         how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
         kinds = {each.exit_code: each for each in (RequestError, ProofError, Stopped)}
@@ -76,7 +82,7 @@ class Running(contextlib.AbstractContextManager["Running"]):
                         with contextlib.suppress(psutil.NoSuchProcess):
                             each.kill()
                 child.wait()
-            # Data workers whose rank was killed, which may be stopped; a process of its number is another one.
+            # Data workers of a killed rank, which may be stopped. A living process with that number is another one.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if not psutil.pid_exists(child.pid):
                     os.killpg(child.pid, signal.SIGKILL)
@@ -91,7 +97,7 @@ def run(
     limit_s: float = math.inf,
     enough: Callable[[], bool] | None = None,
 ) -> None:
-    """Run commands at once, to their end; none of them, nor what they start, outlives this call.
+    """Run commands concurrently to completion. Neither they nor their descendants outlive this call.
 
     Raises the error of the one that failed first, with `name` in the sentence, and `RunError` after `limit_s`. As soon
     as `enough` returns True they are asked to stop; having stopped is then no failure.

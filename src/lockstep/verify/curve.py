@@ -1,4 +1,4 @@
-"""Whether variants of one job train one model: their losses step by step, and their last weights.
+"""Compare variants of one job: losses of each step, final weights.
 
     parting = compare(read(folder), read(other), tolerance=1e-9)
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOOR = 1e-3
-"""Losses and tensors whose largest value is below this are compared as if it were this: what mathematics makes zero,
-such as the gradient of a bias before a BatchNorm, holds rounding noise alone, which differs freely."""
+"""Losses and tensors whose largest value is below this, and gradients below this share of the model's largest, are
+compared as if it were this: what mathematics makes zero, such as the gradient of a bias before a BatchNorm, holds
+rounding noise alone, which differs freely."""
 HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
 TENSORS = {"curve": "weights", "gradients": "gradients"}
-"""What is compared beside the losses, by the name of the check."""
+"""Tensors compared beside the losses, by the check's name."""
 _CLAIMS = {
     "curve": "Under every strategy, number of devices, launcher and continuation, training comes to one model",
     "gradients": "On any number of ranks, in micro-batches or not, a loop's optimizers begin with the same gradients",
@@ -42,7 +43,7 @@ _HINTS = {
 
 
 class Curve(NamedTuple):
-    """A run as it is compared: {step: loss}, and tensors of its last checkpoint by name."""
+    """A run's losses by step, and tensors of its last checkpoint."""
 
     losses: Mapping[int, float]
     tensors: Mapping[str, Tensor]
@@ -50,7 +51,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """How far two curves are from each other; all differences are relative, and infinite where one side is missing."""
+    """The distance of two curves. Differences are relative, and infinite where one side is missing."""
 
     loss: float  # the largest difference of a step's losses
     step: int | None  # the first step whose losses differ beyond the tolerance
@@ -61,13 +62,13 @@ class Parting:
 
     @property
     def where(self) -> str:
-        """Where it begins, in words; empty where it holds. Tensors are seen after the last step alone."""
+        """The place of the first difference; empty if none. Tensors are seen after the last step alone."""
         return "" if self.holds else f"after step {self.last_step}" if self.step is None else f"at step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a variant."""
+    """The outcome of one variant."""
 
     variant: Variant
     verdict: str  # HOLDS or PARTS; LEFT_OUT or REFERENCE, of which nothing is claimed
@@ -76,7 +77,7 @@ class Outcome:
     seconds: float = 0.0
 
     def sentence(self, tensors: str) -> str:
-        """Return where two variants part, and how far, in losses and `tensors`."""
+        """Return the place and size of a difference, in losses and `tensors`."""
         parting = self.parting
         assert parting is not None
         most = (
@@ -87,16 +88,16 @@ class Outcome:
 
 
 def default_tolerance(config: RunConfig) -> float:
-    """Return the largest relative difference that rounding explains in so short a run, in which it grows."""
+    """Return the default relative tolerance: rounding, amplified over a short run."""
     if config.optim.name == "muon":  # torch's orthogonalises in bfloat16 whatever the precision
         return 1e-2
     return 1e-9 if config.precision.name == "fp64" else 1e-3
 
 
 def read(folder: Path, *, first_step: bool = False) -> Curve:
-    """Return the curve of the run in `folder`; of a `first_step`, with the tensors that have its gradients.
+    """Return the curve of the run in `folder`. With `first_step`, its tensors stand for the gradients.
 
-    Those are what optimizers keep of them, by parameter (momentum, moments), and the weights of which none is kept.
+    Those are what optimizers keep of gradients, by parameter (momentum, moments), and the weights without such state.
     """
     from .. import checkpoint
 
@@ -111,7 +112,7 @@ def read(folder: Path, *, first_step: bool = False) -> Curve:
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """Return {step: loss} of the run in `folder`, to the last bit; NaN for a loss that was no finite number."""
+    """Return {step: loss} of a run, to the last bit. NaN for a loss that was not finite."""
     path = folder / "steps.jsonl"
     with understanding(path):
         rows = [parse_json(line) for line in lines_of(path)]
@@ -120,7 +121,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 
 def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
-    """Return how far two curves are apart; with a `tolerance` of 0 they have to be the same bits."""
+    """Return the distance of two curves. A `tolerance` of 0 asks for equal bits."""
     from ..checks import difference
 
     steps = sorted(ours.losses.keys() | theirs.losses.keys())
@@ -142,14 +143,14 @@ def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
 
 
 def gap(ours: float | None, theirs: float | None) -> float:
-    """Return the relative difference of two losses; infinite where one is missing or no number."""
+    """Return two losses' relative difference. Infinite where one is missing or not finite."""
     if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
         return math.inf
     return abs(ours - theirs) / max(abs(ours), abs(theirs), FLOOR)
 
 
 def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
-    """Train the variants one after another, and yield what became of each; raises what a command that fails told."""
+    """Train the variants in turn; yield each outcome. Raises the error of a command that fails."""
     yield _trained(setup, variants.reference(setup), tolerance)
     for variant in variants.others(setup, _known(setup)):
         if variant.why_not:
@@ -180,7 +181,7 @@ def _known(setup: Setup) -> Known:
             batch=told["plan"].get("global_size", 0),
             has_statistics=told["chosen"]["batchnorm"] != "none",
             has_epochs=bool(told["epochs"]),
-            optimizers=len(state.meta.get("groups", [()])),  # which those of sessions tell
+            optimizers=len(state.meta.get("groups", [()])),  # sessions record them
         )
 
 
@@ -198,7 +199,7 @@ def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
 
 
 def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
-    """Return what came of all comparisons, as the claim `name` of a proof."""
+    """Return all comparisons as one claim `name` of a proof."""
     compared = [each.parting for each in found if each.parting is not None]
     parted = [each for each in found if each.verdict == PARTS]
     exact = sum(each.variant.same_bits for each in found if each.parting is not None)
@@ -230,5 +231,5 @@ def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str,
 
 
 def size(difference: float) -> str:
-    """Return a difference as a word; none at all as 0."""
+    """Return a difference as text; 0 for none."""
     return f"{difference:.1e}" if difference else "0"

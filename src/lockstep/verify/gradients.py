@@ -1,8 +1,8 @@
-"""The gradient of N ranks, under each strategy, against the one of a single process: on the user's model and data.
+"""Compare N ranks' gradients with one process's, for each strategy.
 
 Both compute the same global batches: the first of an epoch, an uneven one, its last one, and one in micro-batches. One
 process takes each global micro-batch whole, the ranks take their shares, as in training. In float64 the two agree but
-for rounding, about 1e-15 of the largest gradient, or something makes N devices train another model; `causes` finds it.
+for rounding, about 1e-15 of the largest gradient; a larger gap has a cause, which `causes` finds.
 
     report = examine(config, world, strategies("auto"), tolerance=1e-9)
 """
@@ -30,12 +30,12 @@ from ..checks.digest import compare, digest
 from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
-from ..engine import train_step
 from ..errors import RequestError
 from ..record.checks import Check
 from ..steps.job import Job, assemble
 from ..world.random_state import seed_all
 from ..world.world import World
+from .curve import FLOOR
 from .switches import NOTHING, Off, by_sample, switched
 
 if TYPE_CHECKING:
@@ -51,13 +51,10 @@ TOLERANCE = 1e-4
 """Of all other precisions: float32 has 7 digits, of which sums over layers and samples take some."""
 _OF_DTYPES = re.compile(r"dtype|scalar type|Float\b|Double\b|float64")
 """In the words of an error that a model which computes in float32 raises in float64."""
-_FLOOR = 1e-3
-"""Share of the model's largest gradient below which a tensor is measured against that one: what mathematics makes zero,
-such as the gradient of a bias before BatchNorm, holds rounding noise, which differs freely."""
 
 
 def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return the largest difference of `theirs` ÷ `scale` by tensor, relative to its largest value (see `_FLOOR`).
+    """Return each tensor's largest relative difference from `theirs` ÷ `scale` (see `curve.FLOOR`).
 
     Infinite where only one side has it or a value is not finite.
     """
@@ -65,7 +62,7 @@ def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: f
     compared = difference.compare({name: each / scale for name, each in theirs.items()}, reference)
     # Two that are no numbers at the same places are no agreement.
     lost = {name: math.inf for name, each in reference.items() if not bool(each.isfinite().all())}
-    return compared.sizes(_FLOOR * largest or 1.0) | lost
+    return compared.sizes(FLOOR * largest or 1.0) | lost
 
 
 def worst(found: Mapping[str, float]) -> float:
@@ -79,7 +76,7 @@ def beyond(found: Mapping[str, float], tolerance: float) -> dict[str, float]:
 
 
 class Case(NamedTuple):
-    """A global batch: positions [start, stop) of the first epoch's order, in `accumulation` global micro-batches."""
+    """A global batch: positions [start, stop) of the first epoch's order."""
 
     name: str
     start: int
@@ -88,11 +85,11 @@ class Case(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many samples it has."""
+        """The number of samples."""
         return self.stop - self.start
 
     def share(self, rank: int, ranks: int, devices: int = 1) -> list[slice]:
-        """Return for each global micro-batch the places in the batch that the rank has."""
+        """Return the rank's slice of each global micro-batch."""
         plan = BatchPlan(global_size=self.size, ranks=ranks, accumulation=self.accumulation, devices=devices)
         return [slice(part.start, part.stop) for part in plan.split(0, self.size, rank)]
 
@@ -107,7 +104,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one strategy."""
+    """The result for one strategy."""
 
     strategy: str
     rows: tuple[Row, ...]
@@ -119,17 +116,17 @@ class Answer:
 
     @property
     def differs(self) -> bool:
-        """Whether a gradient is not one process's, or not the same on all ranks."""
+        """Whether gradients differ from one process's, or between ranks."""
         return bool(self.unlike) or any(row.tensors for row in self.rows)
 
     @property
     def agrees(self) -> bool:
-        """Whether the gradients are one process's, and can be had."""
+        """Whether gradients equal one process's, without unused parameters."""
         return not (self.unused or self.differs)
 
     @property
     def fails(self) -> bool:
-        """Whether something differs that should not."""
+        """Whether a difference or an unused parameter is not by design."""
         return not self.agrees and not self.by_design
 
     def __str__(self) -> str:
@@ -147,7 +144,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """What `examine` found, on rank 0."""
+    """The result of `examine`, on rank 0."""
 
     precision: str
     tolerance: float
@@ -170,9 +167,9 @@ class Report:
 
 
 def strategies(asked: str) -> list[str]:
-    """Return the strategies that are measured where `asked` was asked for; raises `RequestError` for a single replica.
+    """Return the strategies to measure for `asked`. Raises `RequestError` for a single replica.
 
-    Ranks that drive several devices each are measured where they are asked for.
+    "auto" leaves out strategies whose ranks drive several devices each.
     """
     several = [name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all]
     if asked not in ("auto", *several):
@@ -184,7 +181,7 @@ def strategies(asked: str) -> list[str]:
 
 
 def examine(config: RunConfig, world: World, names: list[str], tolerance: float, step: str = "") -> Report | None:
-    """Return what comes of the strategies `names`, on rank 0 (*collective*).
+    """Measure the strategies `names`; return the report on rank 0 (*collective*).
 
     `config` names the strategy that the world's ranks use, and `step`, as module:attribute, a training step of the
     user's own. Raises `RequestError` for a model that cannot run in the config's precision, or too few samples.
@@ -206,7 +203,7 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
 
 
 def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -> Answer:
-    """Return what comes of one strategy (*collective*); `alone` says that it was asked for by name."""
+    """Measure one strategy (*collective*). `alone` means that the user named it."""
     from . import causes
 
     has_ranks, rows = KINDS[strategy].has_ranks, list[Row]()
@@ -233,10 +230,10 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
 
 
 class Workbench:
-    """Measures gradients of one config under several strategies on the same data. All methods are *collective*."""
+    """Measures gradients of one config under several strategies. Same data; all methods are *collective*."""
 
     def __init__(self, config: RunConfig, world: World, step: Step | None = None) -> None:
-        """`config` names the strategy of `world`'s ranks; one without ranks is computed by rank 0 alone."""
+        """Assemble the job. `config` names the strategy of `world`'s ranks; rank 0 computes one without ranks."""
         self.config, self.world, self.step = config, world, step
         # A step of the user's own may ask torch for the world's size, or exchange something: one process has one rank.
         self._group_of_one: Any = None if world.group is None else dist.new_group([0])
@@ -263,7 +260,7 @@ class Workbench:
             self._jobs.clear()  # of a strategy whose ranks would wait for those gradients for ever
 
     def job(self, strategy: str) -> Job:
-        """Return the job of a strategy."""
+        """Return the job of a strategy; assemble a new one."""
         if strategy not in self._jobs:
             asked, kind = self.config.parallel, KINDS[strategy]
             own: dict[str, Any] = {"devices": None, "batchnorm": "auto"}
@@ -278,12 +275,12 @@ class Workbench:
         return self._jobs[strategy]
 
     def close(self) -> None:
-        """End what the data set keeps running."""
+        """Close the data set."""
         if self._data is not None:
             self._data.close()
 
     def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> dict[str, Tensor]:
-        """Return the gradients under `strategy` by name; nothing on ranks that have no part in it.
+        """Return the gradients under `strategy` by name. Empty on ranks without a part in it.
 
         `seed` is of the model's own randomness.
         """
@@ -297,12 +294,12 @@ class Workbench:
             return self._compute(self.job(strategy), micros, case, off, seed=seed)
 
     def _check_reference(self) -> None:
-        """Raise `RequestError` where one process has no gradients to compare with."""
+        """Raise `RequestError` where one process has no usable gradients."""
         try:
             found = self.under(ONE, self.cases[0])
         except RequestError:
             raise
-        except Exception as error:  # whatever a model, a loss or a step raises that one process runs by itself
+        except Exception as error:  # any error of a model, a loss or a step in one process
             raise RequestError(f"One process's step {user_code.raised(error)}; there is nothing to compare.") from error
         if self.world.is_main and not found:
             raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
@@ -313,7 +310,7 @@ class Workbench:
             )
 
     def _unreached(self, job: Job) -> list[str]:
-        """Return the parameters that some rank's share of some case does not reach."""
+        """Return the parameters without a gradient on some rank in some case."""
         alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
         names: dict[str, None] = {}
         for case in self.cases:
@@ -323,14 +320,14 @@ class Workbench:
         return list(names)
 
     def read(self, case: Case) -> tuple[Tensor, Tensor]:
-        """Return the global batch as this rank reads it: x (n, …) and y (n,)."""
+        """Return the global batch as this rank reads it. x is (n, …), y (n,)."""
         at = (case.start, case.stop)
         if at not in self._read:
             (self._read[at],) = self._fetch(case, [slice(0, case.size)])
         return self._read[at]
 
     def _share(self, case: Case, *, same: bool) -> Micros:
-        """Return this rank's shares as it reads them, or, `same` on all ranks, as rank 0 does."""
+        """Return this rank's shares. Read by itself, or, with `same`, by rank 0 for all."""
         parts = case.share(self.world.rank, self.world.size, self._devices)
         if not same:
             return self._fetch(case, parts)
@@ -351,7 +348,7 @@ class Workbench:
             if seed is not None:
                 seed_all(seed)
             if self.step is None:
-                train_step(dataclasses.replace(job, loss_fn=loss_fn), case.size, micros)
+                dataclasses.replace(job, loss_fn=loss_fn).train_step(case.size, micros)
             else:
                 for x, y in micros:
                     _stepped(self.step, job.replica, x, y)
@@ -362,7 +359,7 @@ class Workbench:
 
 
 def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> list[Case]:
-    """Return the batches to compare, each once; a step of the user's own accumulates, if at all, by itself."""
+    """Return the batches to compare. A user's own step gets none in micro-batches."""
     size, last, parts = min(config.batch.size, samples), samples % config.batch.size, config.batch.accumulate or 2
     found = [Case("the first batch", 0, size)]
     if size % replicas == 0 and size > replicas:
@@ -375,7 +372,7 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
 
 
 def _stepped(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Take the user's step, which is refused where it changes the weights."""
+    """Run the user's step; refuse one that changes the weights."""
     weights = [each.detach() for each in model.parameters()]
     before = int(digest(weights))
     try:

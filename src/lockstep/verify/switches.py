@@ -1,4 +1,4 @@
-"""What can make N ranks' gradient another one than one process's, and how each is switched off for a measurement."""
+"""Switch off, for a measurement, what makes ranks' gradients differ."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Off = frozenset[str]
 NOTHING: Off = frozenset()
 EVERYTHING: Off = frozenset(
     (
-        "data",  # what each rank reads for itself: all take what rank 0 has read
-        "randomness",  # what the model draws, such as dropout: a constant comes instead
+        "data",  # each rank's own reading of the data: all use rank 0's
+        "randomness",  # random draws of the model, such as dropout: constants replace them
         "statistics",  # BatchNorm's batch statistics: the running ones are used
-        "loss",  # what the loss makes of several samples at once: it is called for one at a time, and summed
+        "loss",  # coupling of samples in the loss: it is called for one at a time, and summed
     )
 )
 
 
 @contextmanager
 def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Switch off what of `off` the model itself has, within the block.
+    """Switch off the model's part of `off` within the block.
 
-    Its buffers, and the generators of the host and of `devices`, are then as before.
+    Its buffers, and the generators of the host and of `devices`, are restored at the end.
     """
     buffers = {name: held.clone() for name, held in model.named_buffers()}
     norms = [each for each in model.modules() if isinstance(each, BatchNorm) and each.training and "statistics" in off]
@@ -42,7 +42,7 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
             # A mode belongs to a thread, and replicas may compute in threads of their own: hooks on the forward pass.
             for hook in _without_randomness(model):
                 stack.enter_context(hook)
-            # The loss may draw as well, and what is computed again in the backward pass (activation checkpointing).
+            # The loss may draw as well, and so may recomputation in the backward pass (activation checkpointing).
             stack.enter_context(Constants())  # type: ignore[no-untyped-call]
         for layer in norms:
             layer.training = False
@@ -54,7 +54,7 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
 
 
 def _without_randomness(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Have all that the model's forward pass draws be constants, in whichever thread the pass runs."""
+    """Replace the forward pass's random draws by constants, in any thread."""
     here = threading.local()
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -68,7 +68,7 @@ def _without_randomness(model: nn.Module) -> tuple[RemovableHandle, RemovableHan
 
 
 class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives constants for what random operators draw, which torch marks as such (`nondeterministic_seeded`)."""
+    """Replaces results of random operators by constants. torch tags those `nondeterministic_seeded`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -82,7 +82,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rates = {name: 0.0 for name in ("dropout_p", "dropout") if isinstance(given.get(name), float)}
         found = func(**(given | rates))
         if not rates:
-            # What the operator has written to as well, such as the noise that its backward pass will use.
+            # Also other outputs of the operator, such as the noise that its backward pass will use.
             written = [given.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
             for each in (*(found if isinstance(found, tuple | list) else [found]), *written):
                 if isinstance(each, Tensor):
@@ -91,7 +91,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fill(drawn_by: str, tensor: Tensor) -> None:
-    """Overwrite what was drawn; what is no number of its own, such as a permutation, keeps its kind."""
+    """Overwrite random draws with constants. A permutation stays a permutation."""
     if "randperm" in drawn_by:
         tensor.copy_(torch.arange(len(tensor)))
     elif "bernoulli" in drawn_by or tensor.dtype == torch.bool:
@@ -101,7 +101,7 @@ def _fill(drawn_by: str, tensor: Tensor) -> None:
 
 
 def by_sample(loss_fn: LossFunction) -> LossFunction:
-    """Return the loss that calls `loss_fn` for one sample at a time and sums: what a sum over samples has to be."""
+    """Return `loss_fn` summed over single samples: one call per sample."""
 
     def summed(scores: Tensor, labels: Tensor, *, reduction: str = "sum") -> Tensor:
         parts = [loss_fn(scores[at : at + 1], labels[at : at + 1], reduction="sum") for at in range(len(labels))]
@@ -111,10 +111,10 @@ def by_sample(loss_fn: LossFunction) -> LossFunction:
 
 
 def unsteady(model: nn.Module, x: Tensor, rows: slice, tolerance: float) -> str:
-    """Return the first layer that makes something else of `rows` of x (n, …) than of x whole; "" where none does.
+    """Return the first layer whose output for `rows` depends on the batch. x is (n, …); "" for no layer.
 
-    With all rows, that is one that draws from another generator than torch's. To be used where batch statistics and
-    torch's randomness are switched off.
+    With all rows: the first layer that draws from a generator other than torch's. Requires batch statistics and torch's
+    randomness to be switched off.
     """
     seed_all(0)
     whole = _passed(model, x)
@@ -137,7 +137,7 @@ def unsteady(model: nn.Module, x: Tensor, rows: slice, tolerance: float) -> str:
 
 @torch.no_grad()
 def _passed(model: nn.Module, x: Tensor) -> Mapping[str, tuple[Tensor, Tensor]]:
-    """Return what each innermost layer was given and made of it, in the order of the calls, and the model last."""
+    """Return each innermost layer's input and output, in call order. The model itself is last."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -1,13 +1,12 @@
-"""The variants of one job: ways to train that have to come to one model, each as the commands that a person gives.
+"""Variants of one job that must train one model, as commands.
 
 The reference is one device. Beside it stand the strategies of the registry, one rank more, micro-batches, ranks started
-in other ways, and runs that were stopped in the middle. (Strategies of several nodes have ranks that somebody starts by
-hand: `verify gradients` measures them.)
+in other ways, and runs that were stopped in the middle. (Strategies of several nodes need ranks started by hand:
+`verify gradients` measures them.)
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from ..config.registry import KINDS, auto
 from ..config.schema import RunConfig
 from ..errors import RunError, Stopped, counted
 from ..files import check_own
-from .commands import Command, run
+from .commands import Command, python, run
 
 
 class _Way(NamedTuple):
@@ -42,7 +41,7 @@ ALONE = _ALONE.name
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train, and the variant that it has to agree with."""
+    """One way to train, and the variant to compare it with."""
 
     name: str  # its row, and its folder below the output folder
     stages: tuple[tuple[Command, ...], ...]
@@ -59,7 +58,7 @@ class Variant:
 
 
 class Known(NamedTuple):
-    """What the reference's run has told."""
+    """Facts from the reference's run."""
 
     steps: int
     accumulation: int
@@ -71,7 +70,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all variants share."""
+    """The settings that all variants share."""
 
     config: RunConfig
     folder: Path
@@ -101,7 +100,7 @@ def others(setup: Setup, known: Known) -> list[Variant]:
         starter: str = "",
         same_bits: bool = False,
     ) -> None:
-        """Add a variant of `parts` micro-batches, whose first half is trained as `begun`, where that is given."""
+        """Add a variant of `parts` micro-batches. Its first half is trained as `begun`, if given."""
         words = ("--accumulate", str(parts), "--micro-batch", "none")
         stages = [_at_once(setup, name, way, *words, *(("--resume", "auto") if begun else ()), starter=starter)]
         if begun is not None:
@@ -155,7 +154,7 @@ def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | N
 
 
 def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") -> tuple[Command, ...]:
-    """Return the commands that are started at once: one for each rank that is started by hand, else one for all."""
+    """Return the commands to start together. One per rank if started by hand, else one."""
     options, gpus = flatten(setup.config), setup.config.parallel.gpu_indices[: way.devices]
     words: Command = (
         *("lockstep", *setup.given, "--output", str(setup.folder / name), "--max-steps", str(options["max-steps"])),
@@ -167,22 +166,18 @@ def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") 
     if starter == "torchrun":
         # --: of a script's own flags, it would take some for its own.
         per_node = ("--standalone", "--nproc-per-node", str(way.devices), "--no-python", "--")
-        return (_python("torch.distributed.run", *per_node, *_python(*words, *setup.script)),)
+        return (python("torch.distributed.run", *per_node, *python(*words, *setup.script)),)
     if starter == "hand":
         place = (setup.folder / f"{name}.meeting").resolve().as_uri()
         words = (*words, "--launcher", "manual", "--init-method", place, "--world-size", str(way.devices))
-        return tuple(_python(*words, "--rank", str(rank), *setup.script) for rank in range(way.devices))
-    return (_python(*words, *setup.script),)
-
-
-def _python(*words: str) -> Command:
-    return (sys.executable, "-P", "-m", *words)  # -P: what lies in the current folder is none of ours
+        return tuple(python(*words, "--rank", str(rank), *setup.script) for rank in range(way.devices))
+    return (python(*words, *setup.script),)
 
 
 def train(setup: Setup, variant: Variant) -> None:
-    """Train a variant by its commands, each with a log beside the run's folder.
+    """Train a variant by its commands; logs lie beside the run's folder.
 
-    Raises what the first command that failed has told, as the error of its exit code, and `Stopped` after Ctrl-C.
+    Raises the error of the first command that failed, by its exit code, and `Stopped` after Ctrl-C.
     """
     names = [f"{variant.name}.{number}" for number, _ in enumerate(variant.commands, start=1)]
     logs = [setup.folder / f"{name}.log" for name in (names if names[1:] else [variant.name])]

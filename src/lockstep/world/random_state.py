@@ -35,7 +35,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, devices: Devices, since: Generators | None = None) -> Generators:
-        """Return the states as they are, Python's and NumPy's from `since` if unchanged."""
+        """Return the present states. Python's and NumPy's are from `since` if unchanged."""
         cpu = torch.get_rng_state()
         memory = _memory(cpu)
         is_same = since is not None and memory[1:] == since.memory[1:]
@@ -43,7 +43,7 @@ class Generators(NamedTuple):
         return cls(cpu, [torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices)], python, numpy, memory)
 
     def is_now(self) -> bool:
-        """Whether nothing was drawn since then from the CPU's generators."""
+        """Return whether the CPU's generators are unchanged since then."""
         return self.memory == _memory(torch.get_rng_state())
 
     def put_back(self, devices: Devices) -> None:
@@ -78,7 +78,7 @@ class Generators(NamedTuple):
 
 
 def seed_all(*parts: int, devices: Devices = ()) -> None:
-    """Seed all generators, each another way, from the numbers given."""
+    """Seed all generators, each differently, from the numbers given."""
     torch.manual_seed(_number(*parts))
     for index, gpu in enumerate(_gpus(devices)):
         with torch.cuda.device(gpu):
@@ -87,9 +87,17 @@ def seed_all(*parts: int, devices: Devices = ()) -> None:
     np.random.seed(_number(*parts, "numpy") % 2**32)  # of torch's kind: from the same number it would draw alike
 
 
+def seed_weights(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's global generators: weights are then the same."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # Another number, since NumPy's legacy generator is of torch's kind and would draw alike; it takes 32 bits.
+    np.random.seed(int.from_bytes(hashlib.sha256(repr(("weights", seed)).encode()).digest()[:4], "little"))
+
+
 @contextmanager
 def kept(devices: Devices = ()) -> Iterator[None]:
-    """Give the generators back the states that they had before the block."""
+    """Restore the generators' states after the block."""
     before = Generators.now(devices)
     try:
         yield
@@ -112,7 +120,7 @@ def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, d
 
 
 def _python_in_memory() -> memoryview | None:
-    """Return the place where Python's generator has its position and 624 words; None if they are not to be found."""
+    """Return the memory of Python's generator: position and 624 words. None if not found."""
     owner: Any = random.getstate.__self__  # type: ignore[attr-defined]  # whose methods the module's functions are
     *words, position = random.getstate()[1]
     at = ctypes.string_at(id(owner), owner.__sizeof__()).find(np.array([position, *words], np.uint32).tobytes())
@@ -123,7 +131,7 @@ _PYTHON = _python_in_memory()
 
 
 def _memory(cpu: Tensor) -> tuple[Any, ...]:
-    """Return torch's, Python's and NumPy's state as bytes, with all that a draw or a seed changes."""
+    """Return torch's, Python's and NumPy's states as bytes. They include all that a draw or a seed changes."""
     ours, bits = ctypes.string_at(cpu.data_ptr(), cpu.numel()), np.random.get_bit_generator()  # type: ignore[attr-defined]
     if _PYTHON is None or not isinstance(bits, np.random.MT19937):
         return ours, random.getstate(), repr(bits.state)

@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors between the ranks of one host, through shared memory.
+"""Shared-memory collectives of CPU tensors between the ranks of one host.
 
 A collective over loopback takes a millisecond however small it is, and a net with BatchNorm has two for each layer and
 step. Here each rank copies its numbers into a slot of its own, publishes a sequence number, waits for those of the
@@ -51,7 +51,7 @@ class SharedMemory:
     def __init__(self, fd: int, rank: int, processes: Sequence[int], timeout_s: float) -> None:
         """Map `fd`, shared with the ranks of these process ids.
 
-        Raises `OSError` for one that is not seen. Collectives that wait longer than `timeout_s` raise `PeerLostError`.
+        Raises `OSError` for an invisible process. Collectives that wait longer than `timeout_s` raise `PeerLostError`.
         """
         self._rank, self._timeout_s, self._sequence = rank, timeout_s, 0
         self._peers = {peer: os.pidfd_open(pid) for peer, pid in enumerate(processes) if peer != rank}
@@ -132,9 +132,9 @@ class SharedMemory:
 def join(
     topology: Topology, is_unwanted: bool, gather: Callable[[Any], list[Any]], timeout_s: float
 ) -> tuple[SharedMemory | None, str]:
-    """Return the memory, or None and why there is none (*collective*).
+    """Return (memory, "") or (None, the reason) (*collective*).
 
-    `gather` returns what each rank gives to it, by another way.
+    `gather` collects one item from each rank, by another transport.
     """
     rank, memory, fd, name = topology.rank, None, -1, secrets.token_hex(16)
     why = "a rank was started with --collectives gloo" if is_unwanted else _unfit(topology.nodes)

@@ -23,7 +23,7 @@ from .. import _torch
 from .._torch import Store
 from ..errors import RequestError
 from ..monitor.notes import Notes
-from ..monitor.progress import Pulse
+from ..monitor.progress import Progress
 from . import shared_memory
 from .topology import Topology
 
@@ -38,13 +38,13 @@ class World:
 
     This one is at `topology`, and computes on `device`.
     CPU tensors go through `memory`, which the ranks of one host share, else by gloo; `apart` says why there is none.
-    `pulse` tells the watchdog what this rank is doing; `notes` are what earlier starts of the ranks have left.
+    `progress` tells the watchdog what this rank is doing; `notes` are what earlier starts of the ranks have left.
     """
 
     topology: Topology
     device: torch.device
     group: dist.ProcessGroup | None = None
-    pulse: Pulse = field(default_factory=Pulse, compare=False)
+    progress: Progress = field(default_factory=Progress, compare=False)
     notes: Notes = field(default_factory=Notes, compare=False)
     memory: shared_memory.SharedMemory | None = field(default=None, compare=False)
     apart: str = ""
@@ -63,7 +63,7 @@ class World:
         *,
         timeout_s: float,
         form_s: float | None = None,
-        pulse: Pulse | None = None,
+        progress: Progress | None = None,
         notes: Notes | None = None,
         collectives: str = "auto",
     ) -> World:
@@ -85,7 +85,7 @@ class World:
         sys.excepthook = hook  # torch's own drops what another one says, and stays
         if form_s is not None:
             _torch.set_timeout(timedelta(seconds=timeout_s))
-        world = cls(topology, device, dist.group.WORLD, pulse or Pulse(), notes or Notes())
+        world = cls(topology, device, dist.group.WORLD, progress or Progress(), notes or Notes())
         if world.size == 1:
             return world
         memory, apart = shared_memory.join(topology, collectives == "gloo", world.gather, timeout_s)
@@ -121,9 +121,9 @@ class World:
         return self.sum_(tensor.clone(memory_format=torch.contiguous_format))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """As `sum`, in place of `tensor` (contiguous), which is returned (*collective*)."""
+        """Sum `tensor` (contiguous) over all ranks in place; return it (*collective*)."""
         if self.group is not None:
-            with self.pulse.during("all-reduce"):
+            with self.progress.during("all-reduce"):
                 if self.memory is not None and not tensor.is_cuda:
                     self.memory.sum_(tensor)
                 else:
@@ -139,7 +139,7 @@ class World:
         if self.group is None:
             return tensor[None]
         tensor = tensor.contiguous()
-        with self.pulse.during("all-gather"):
+        with self.progress.during("all-gather"):
             if self.memory is not None and not tensor.is_cuda:
                 found = self.memory.stack(tensor)
             else:
@@ -148,7 +148,7 @@ class World:
         return found.view(self.size, *tensor.shape)
 
     def ragged(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's `tensor`, (n, …) of each, in rank order (*collective*); n may differ."""
+        """Return every rank's `tensor` in rank order (*collective*). Each is (n, …); n may differ."""
         lengths: list[int] = self.stack(torch.tensor(len(tensor))).tolist()
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
@@ -170,8 +170,8 @@ class World:
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0 (*collective*).
 
-        `facts` is {name: number or text}, compared by rank 0's names. With the rank comes how they differ, in words;
-        None where all are alike.
+        `facts` is {name: number or text}, compared by rank 0's names. The text has the differences; None where all are
+        alike.
         """
         first, *others = self.gather(facts)
         for rank, theirs in enumerate(others, start=1):
@@ -184,18 +184,18 @@ class World:
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""
         if self.group is not None:
-            with self.pulse.during("broadcast"):
-                for tensor in tensors:
+            for tensor in tensors:
+                with self.progress.during("broadcast"):  # each by itself: all of a large model may take long
                     dist.broadcast(tensor, src=0, group=self.group)
 
     def barrier(self) -> None:
         """Return once every rank has come here (*collective*)."""
         # An all-reduce of one CPU number: NCCL's own barrier would pick a device by itself.
-        with self.pulse.during("barrier"):
+        with self.progress.during("barrier"):
             self.sum_(torch.zeros(1))
 
     def together(self, attempt: Callable[[], T]) -> T:
-        """Return what `attempt`, which must not communicate, returns on this rank (*collective*).
+        """Return this rank's value of `attempt`, which must not communicate (*collective*).
 
         Where it raises `RequestError` on any rank, every rank raises one, with the sentence of the lowest such rank.
         Any other exception passes through at once: a bug is not a request, and ends the run by itself.
@@ -211,7 +211,7 @@ class World:
         return result
 
     def from_main(self, attempt: Callable[[], T]) -> T:
-        """Return what `attempt` returns on rank 0, JSON-able; raises as `together` does (*collective*)."""
+        """Return rank 0's value of `attempt` on all ranks (*collective*). JSON-able; raises as `together` does."""
         found: T = self.gather(self.together(lambda: attempt() if self.is_main else None))[0]
         return found
 

@@ -1,12 +1,10 @@
-"""`lockstep verify WHAT …`: proofs that N devices train the model which one device would have trained.
+"""`lockstep verify WHAT …`: proofs that N devices train one device's model.
 
-Each is a file beside this one.
+Each proof is a file beside this one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from importlib import import_module
 
 from ...errors import RequestError, choose
@@ -27,16 +25,14 @@ lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it 
 
 
 def main(given: list[str]) -> int:
-    """Do the proof that is asked for, and return the exit code."""
+    """Run the named proof, and return the exit code."""
     what = given[0] if given else ""
     usage = _USAGE.format(proofs="\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items()))
-    if not what:
-        with contextlib.suppress(OSError):
-            print(usage, end="", file=sys.stderr)
-        return RequestError.exit_code
     if output.helped(["--help"] if what == "help" else given, usage):
         return 0
-    if what.startswith("-"):
-        raise RequestError(f"lockstep verify lacks what to verify, found {what}; give {', '.join(PROOFS)}.")
+    if not what or what.startswith("-"):
+        raise RequestError(
+            f"lockstep verify lacks what to verify, found {what or 'nothing'}; give {', '.join(PROOFS)}."
+        )
     code: int = import_module(f".{choose('proof', what, PROOFS)}", __package__).main(given[1:])
     return code

@@ -1,4 +1,4 @@
-"""`lockstep verify curve [RECIPE | SCRIPT] [flags]`: short runs of the variants of one config, and where they part."""
+"""`lockstep verify curve [RECIPE | SCRIPT] [flags]`: short runs of variants, compared."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from ...screen import Screen
 from ...verify import curve
 from ...verify.curve import Outcome
 from ...verify.variants import Setup
-from .. import flags, output, run, words
+from .. import flags, output, run, variants, words
 from ..train import check as check_training
-from . import shared
 
 _USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
@@ -51,16 +50,16 @@ Exit code: 0 all agree, 3 some do not, 2 it cannot be tried.
 _PROG = "lockstep verify curve"
 _STEPS = 20
 _OF_RANKS = ("resume", "rank", "world-size", "init-method", "launcher", "nodes")
-"""Options that say how one run starts, which here is what is varied."""
+"""Options of how one run starts: the variants set them."""
 _VARIED = ("devices", "gpus", "strategy", "output", "max-steps", "find-unused", "no-find-unused")
 """Flags that a variant has of its own, or not at all."""
 _HELD = ("manifest.json", "*/manifest.json", "summary.json", "checkpoints")
-"""What shows that a folder holds a run, or the runs of another proof."""
+"""Files of a folder that holds a run, or the runs of another proof."""
 _SAME = {"curve": "model", "gradients": "gradient"}
 
 
 def main(given: list[str]) -> int:
-    """Train and compare; return 0 where all variants agree, raise `ProofError` where they do not."""
+    """Train and compare; return 0 where all variants agree. Raises `ProofError` where they do not."""
     if output.helped(given, _USAGE):
         return 0
     ours, script = run.split(given) if run.names_script(given) else (given, [])
@@ -71,14 +70,14 @@ def main(given: list[str]) -> int:
 
 
 def parsed(given: list[str], script: Sequence[str], *, prog: str) -> tuple[RunConfig, list[str]]:
-    """Return the config of flags and a script, in float64 unless they say otherwise, and the flags."""
+    """Return the config of flags and a script, and the flags. The default precision is float64."""
     if not any(word.partition("=")[0] == "--precision" for word in given):
         given = [*given, "--precision", "fp64"]  # a recipe's is for training
     return run.asked([*given, *script], prog=prog)[0] if script else flags.parse(given, prog=prog), given
 
 
 def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name: str = "curve") -> Setup:
-    """Return what the variants share, with no folder yet; raise `RequestError` for what cannot be tried."""
+    """Return the variants' common setup, without a folder yet. Raises `RequestError` for an impossible request."""
     asks, usual, asked = flatten(config), flatten(RunConfig()), config.parallel
     for key in _OF_RANKS:
         if asks[key] != usual[key]:
@@ -100,14 +99,14 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
             f"lockstep verify {name} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
-    count = shared.several(config)
+    count = variants.several(config)
     several = override(config, devices=count)
     launchers.plan(several) if script else check_training(several)
     return Setup(
         config=config,
         folder=Path(),
         devices=count,
-        is_cpu=shared.gpus(config) == 0,
+        is_cpu=variants.gpus(config) == 0,
         given=("run" if script else "train", *flags.without(given, _VARIED)),
         script=tuple(script),
         name=name,
@@ -115,7 +114,7 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
 
 
 def judge(asked: Setup, tolerance: float) -> int:
-    """Run all variants and compare them; return 0 where they agree, raise `ProofError` where they do not.
+    """Run and compare all variants; return 0 where they agree. Raises `ProofError` where they do not.
 
     Raises `RequestError` where none can be compared.
     """
@@ -147,7 +146,7 @@ def judge(asked: Setup, tolerance: float) -> int:
 
 
 def _folder(setup: Setup) -> Path:
-    """Return the folder for the runs, made where it is new."""
+    """Return the folder for the runs; make a new one."""
     path = setup.config.record.output
     if path is not None and path.is_dir() and any(next(path.glob(pattern), None) for pattern in _HELD):
         raise RequestError(f"--output {path} holds a run already; give another folder.")

@@ -1,4 +1,4 @@
-"""`lockstep verify gradients [RECIPE] [flags]`: N ranks' gradients against one process's, and why they differ."""
+"""`lockstep verify gradients [RECIPE] [flags]`: N ranks' gradients against one process's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ...config.registry import KINDS
 from ...config.schema import RunConfig
 from ...errors import ProofError, RequestError, counted, ranks_named
 from ...launchers import table as launchers
+from ...launchers.table import LaunchPlan
 from ...record import checks
 from ...runs import folders
 from ...screen import Screen
-from .. import output, run, words
+from .. import output, run, variants, words
 from ..train import preflight
-from . import curve, shared
+from . import curve
 
 if TYPE_CHECKING:
     from ...verify.gradients import Answer, Report
@@ -55,7 +56,7 @@ _ROWS = 5
 
 
 def main(given: list[str]) -> int:
-    """Measure, print the answer, and return 0; raise `ProofError` where the gradients are not the same."""
+    """Measure, print the answer, and return 0. Raises `ProofError` where the gradients differ."""
     if output.helped(given, _USAGE):
         return 0
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
@@ -78,12 +79,12 @@ def main(given: list[str]) -> int:
     if is_loop:
         return curve.judge(setup, tolerance)
     names = strategies(config.parallel.strategy)
-    config = _placed(config, names)
-    report = launchers.launch(functools.partial(_entry, names=names, tolerance=tolerance, step=step), config)
+    planned = _planned(config, names)
+    report = launchers.start(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
     if report is None:
-        return 0  # this process is another rank than the one that tells
+        return 0  # this process is not the rank that reports
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
-    trouble = shared.unwritten(folder, [report.check()])
+    trouble = variants.unwritten(folder, [report.check()])
     with output.written():
         _print(Screen(), report, config, most=None if "--all" in own else _ROWS)
         note = f"warning: {trouble}" if trouble else f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}"
@@ -96,28 +97,25 @@ def main(given: list[str]) -> int:
 
 
 def _takes_batch(step: str) -> bool:
-    """Whether a step of the user's own is one of `lockstep train`: step(model, batch), and not step(model, x, y)."""
+    """Return whether a user's step is step(model, batch). As in `lockstep train`; else step(model, x, y)."""
     try:
         return len(inspect.signature(user_code.load("--step", step)).parameters) == 2
-    except ValueError:  # of what is not written in Python
+    except ValueError:  # not written in Python
         return False
 
 
-def _placed(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """Return the config to measure with: the strategy that the ranks use, several devices, nothing for speed alone."""
+def _planned(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
+    """Return the config to measure. It has the ranks' strategy, several devices, nothing for speed alone."""
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
-    if launchers.plan(config).starts_here:
-        config = override(config, devices=shared.several(config))
-    launchers.plan(config)  # which refuses what does not go together
-    return config
+    planned = launchers.plan(config)
+    return launchers.plan(override(config, devices=variants.several(config))) if planned.starts_here else planned
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:
     from ...verify.gradients import examine
 
-    output.survive()  # a rank is a process of its own
     return examine(config, world, **asked)
 
 
@@ -145,7 +143,7 @@ def _print(screen: Screen, report: Report, config: RunConfig, *, most: int | Non
 
 
 def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None) -> None:
-    """Print what differs under a strategy, and why."""
+    """Print a strategy's differences and their causes."""
     gaps: dict[str, float] = {}
     for row in answer.rows:
         gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in row.tensors.items()}
@@ -165,7 +163,7 @@ def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None)
 
 
 def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
-    """Yield what is known of the reasons: the name of each, and what completes it to a sentence."""
+    """Yield each reason's name, and the rest of its sentence."""
     from ...checkpoint.state import few  # late: it imports torch
 
     for cause in answer.causes:

@@ -1,4 +1,4 @@
-"""`lockstep verify run RUN`: a run judged by its records alone."""
+"""`lockstep verify run RUN`: judge a run by its records alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ...errors import RequestError, counted
 from ...record.checks import Check
+from ...runs import folders
 from ...screen import Screen
-from .. import output
-from . import shared
+from .. import output, variants
 
 if TYPE_CHECKING:
     from ...verify.claims import Judgement
@@ -28,7 +28,7 @@ _STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 
 def main(given: list[str]) -> int:
-    """Judge the run, print and write what came out, and return the exit code."""
+    """Judge the run, print and write the checks. Returns the exit code."""
     if output.helped(given, _USAGE):
         return 0
     if flags := [word for word in given if word.startswith("-") and len(word) > 1]:
@@ -37,12 +37,12 @@ def main(given: list[str]) -> int:
         raise RequestError(
             f"lockstep verify run takes one run, found {len(given)}; as in lockstep verify run runs/digits-resnet8."
         )
+    folder = folders.find(Path(given[0]), "steps.jsonl", "manifest.json")
     # Imported late, as it takes seconds: what is asked for wrongly is refused at once.
     from ...verify import claims
 
-    folder = claims.find(Path(given[0]))
     judged = claims.judge(folder)
-    trouble = shared.unwritten(folder, judged.checks)
+    trouble = variants.unwritten(folder, judged.checks)
     with output.written():
         _show(Screen(), folder, judged)
         if trouble:

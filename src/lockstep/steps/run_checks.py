@@ -1,4 +1,4 @@
-"""What a run proves of itself while it trains: that replicas are the same, and that each sample came exactly once."""
+"""Checks during training: equal replicas, and each sample exactly once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..runs import folders
 from .prepared import Prepared
 
 
-class Proofs:
-    """The proofs of one run: `replicas`, and the `ledger` where one is kept."""
+class RunChecks:
+    """Checks of one run: `replicas`, and the `ledger` if any."""
 
     def __init__(self, prepared: Prepared, remedy: Callable[[], str], *, step: int) -> None:
-        """`step` is the one that the run goes on from, and `remedy` that of a `ReplicaCheck` (*collective*)."""
+        """Set up the checks (*collective*). `step` is the resumed step; `remedy` is that of a `ReplicaCheck`."""
         config, world, source = prepared.config, prepared.world, prepared.source
         every, copies = config.proof.verify_every, prepared.copies
         self.replicas = ReplicaCheck(world, prepared.replicated, every, copies=copies, remedy=remedy, begun=step)
@@ -30,7 +30,7 @@ class Proofs:
         samples, steps = (source.samples, source.steps()) if source else (None, None)
         if source is not None and samples is not None and steps is not None:
             path = None if config.record.output is None else config.record.output / pages.NAME
-            # A run that has begun a ledger keeps it, whether or not that is asked for again: a gap would be no proof.
+            # A run that has begun a ledger keeps the ledger, with or without --ledger: a gap would be no proof.
             is_begun = world.from_main(lambda: path is not None and _taken_up(path, config, step))
             if is_begun or config.proof.ledger:
                 known = {"accumulation": source.plan.accumulation, "devices": source.plan.devices}
@@ -45,7 +45,7 @@ class Proofs:
             self._ask(self.ledger.close_epoch(epoch, expected), "Not each sample was trained on exactly once")
 
     def end_evaluation(self, epoch: int, step: int, samples: int) -> None:
-        """Raise `ProofError` unless the evaluation after `step` held each of `samples` samples once (*collective*)."""
+        """Raise `ProofError` unless each of `samples` was evaluated once (*collective*). `step` is the last one."""
         if self.ledger is not None:
             self._evaluations += 1
             finding = self.ledger.flush_evaluation(epoch, step, samples)
@@ -59,8 +59,8 @@ class Proofs:
                 "lockstep verify run tells where."
             )
 
-    def checks(self) -> dict[str, dict[str, Any]]:
-        """Return what was proved so far, as summary.json has it under "proof"."""
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """Return the checks' outcomes so far, as "proof" in summary.json."""
         checks, ledger = [self.replicas.proof()], self.ledger
         if ledger is not None:
             judged = ledger.whole_epochs + self._evaluations
@@ -80,7 +80,7 @@ class Proofs:
 
 
 def _taken_up(path: Path, config: RunConfig, step: int) -> bool:
-    """Return whether there is a ledger at `path`, after cutting back or carrying over what the run continues."""
+    """Return whether a ledger is at `path`. A continued run's ledger is first cut back or carried over."""
     source = resume.source(config)
     last = pages.rewind(path, step=step, begun=None if source is None else folders.run_of(source))
     if last is not None and last < step:

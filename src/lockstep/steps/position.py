@@ -1,4 +1,4 @@
-"""How far a run has come: all of a checkpoint that is not tensors, random states or the user's."""
+"""Position of a run, as checkpoints hold it: counters, times, scores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NONE = -1.0  # in a checkpoint, the best score of a run that has none
 
 
 @dataclass
-class Progress:
-    """How far a run has come; the names are those in a checkpoint."""
+class Position:
+    """Position of a run; fields are named as in checkpoints."""
 
     step: int = 0  # optimizer steps made
     epochs: int = 0  # whole ones, trained and evaluated
@@ -28,8 +28,8 @@ class Progress:
     evaluated: int = 0  # the step of the last evaluation
 
     @classmethod
-    def of(cls, meta: dict[str, Any], steps_per_epoch: int | None) -> Progress:
-        """Return the progress that a checkpoint holds; older ones lack `stale`, and `within`, which then follows."""
+    def of(cls, meta: dict[str, Any], steps_per_epoch: int | None) -> Position:
+        """Return a checkpoint's progress. Older checkpoints lack `stale`, then 0, and `within`, then derived."""
         within, scores = meta["step"] - meta["epochs"] * (steps_per_epoch or 0), meta["scores"]
         held = {"stale": 0, "within": within} | {key: meta[key] for key in _KEYS if key in meta}
         held["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
@@ -37,21 +37,21 @@ class Progress:
         return cls(**held | {"epoch_s": list(meta["epoch_s"])})
 
     def meta(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the fields for a checkpoint."""
         return dataclasses.asdict(self) | {"best_top1": _NONE if self.best_top1 == -math.inf else self.best_top1}
 
     def judge(self, score: float) -> None:
-        """Take the score of the weights at this step, by which the best are chosen: more is better."""
+        """Take the score of this step's weights; higher is better. The best weights are chosen by this score."""
         is_better = score > self.best_top1
         self.stale = 0 if is_better else self.stale + 1
         self.best_top1 = score if is_better else self.best_top1
         self.evaluated = self.step
 
     def stalled(self, patience: int | None) -> str:
-        """Return in a clause that the evaluation at this step was the last that `patience` allows; "" if it was not."""
+        """Return why `patience` ends the run at this step; "" otherwise."""
         if patience is None or self.stale < patience or self.evaluated != self.step:
             return ""
         return f"the score has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"
 
 
-_KEYS = tuple(each.name for each in dataclasses.fields(Progress))
+_KEYS = tuple(each.name for each in dataclasses.fields(Position))
