@@ -209,7 +209,7 @@ class Streamed(Source):
                     batch, indices = [part[:size] for part in batch], indices[:size]
                 x, y = batch
                 _check_labels(self._what, y, indices, self.classes)
-                x, y = (to_device(part, self._device) for part in (x, y.long()))
+                x, y = to_device(x, self._device), to_device(y.long(), self._device)
                 yield Fetched(self._transform(x, indices, epoch), y, indices)
         except (OSError, EOFError) as error:
             hint = "if the host ran out of memory, use fewer --workers"

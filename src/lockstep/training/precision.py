@@ -78,7 +78,9 @@ class Precision:
         """Add the gradients of `weight` · `loss` (both 0-dim). They are scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
-        (scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)).backward()  # type: ignore[no-untyped-call]
+        if isinstance(weight, Tensor) or weight != 1:
+            scaled = scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Unscale the gradients of `parameters` in place. Call once they are summed over the ranks."""
