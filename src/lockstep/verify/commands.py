@@ -76,13 +76,9 @@ class Running(contextlib.AbstractContextManager["Running"]):
                 child.wait(max(0.0, self._asked_s + self._grace_s - time.monotonic()))
         finally:  # also where Ctrl-C comes again
             if child.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    found = psutil.Process(child.pid)
-                    for each in (found, *found.children(recursive=True)):
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            each.kill()
+                child.kill()
                 child.wait()
-            # Data workers of a killed rank, which may be stopped. A living process with that number is another one.
+            # What it has started, which may be stopped. A living process with that number is another one.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if not psutil.pid_exists(child.pid):
                     os.killpg(child.pid, signal.SIGKILL)
