@@ -207,6 +207,6 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         told = refusal(capsys, *words)
         assert "lacks the scheduler" in told
         assert "slurm" in told
-    assert refusal(capsys, "verify").endswith("lacks what to verify, found nothing; give gradients, curve, run.")
+    assert refusal(capsys, "verify").endswith("lacks what to verify, found nothing; give gradients, curve or run.")
     assert main(["verify", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: lockstep verify WHAT …\n")

@@ -112,6 +112,14 @@ def test_misuse_is_told(wrong: Callable[..., None], kind: type[LockstepError], w
         run(wrong, ours, model, optimizer, loader)
 
 
+def test_a_mean_between_batches_needs_its_weight() -> None:
+    ours, *_ = loop()
+    with pytest.raises(RequestError, match=r"outside of a batch, without weight: .* or give weight="):
+        ours.mean(1.0)
+    assert ours.mean(1.0, weight=3) == 1.0
+    assert session(World.alone()).mean(2.0) == 2.0  # whose loop has no loader
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [

@@ -403,7 +403,15 @@ class Session:
         return found if is_tensor else int(found.item()) if isinstance(value, int) else found.item()
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
-        """Return the mean of ranks' means (*collective*). Each is over its share's samples or `weight` things."""
+        """Return the mean of ranks' means (*collective*). Each is over its share's samples or `weight` things.
+
+        Raises `RequestError` without `weight` between batches: shares differ, and the ranks' number would show.
+        """
+        if weight is None and self._micro is None and self.prepared.source is not None:
+            raise RequestError(
+                "session.mean was called outside of a batch, without weight: call it within the loop over the loader, "
+                "or give weight=, the number of samples that this rank's value is a mean over."
+            )
         count = 1 if self._micro is None else self._micro.size
         own = count if weight is None or not count else float(weight)
         total = self.sum(own)

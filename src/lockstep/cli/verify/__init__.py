@@ -31,8 +31,8 @@ def main(given: list[str]) -> int:
     if output.helped(["--help"] if what == "help" else given, usage):
         return 0
     if not what or what.startswith("-"):
-        raise RequestError(
-            f"lockstep verify lacks what to verify, found {what or 'nothing'}; give {', '.join(PROOFS)}."
-        )
+        *others, last = PROOFS
+        found = f"lockstep verify lacks what to verify, found {what or 'nothing'}"
+        raise RequestError(f"{found}; give {', '.join(others)} or {last}.")
     code: int = import_module(f".{choose('proof', what, PROOFS)}", __package__).main(given[1:])
     return code
