@@ -465,10 +465,6 @@ a link in a run's folder is not refused: runs/folders.py
 compiled code is kept where others can write: files.py
 - or found.st_mode & 0o077:
 + :
-= unit/test_diff.py::test_a_pickle_that_would_run_code_is_refused
-a pickle may run code: checkpoint/foreign.py
-- weights_only=True
-+ weights_only=False
 = faults/test_neighbours.py::test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing
 a note without the job's seal is believed: monitor/keys.py
 - if not found or hmac.compare_digest(found[:_SEAL], self._seal(place, data)):
@@ -542,10 +538,6 @@ a mean over nothing is taken: training/gradients.py
 a finished run has the scores of another step: steps/loop.py
 - return self._result is not None and position.evaluated != position.step
 + return False
-= unit/test_engine.py::test_the_loss_and_its_scale_are_one_matter_in_half_precision
-a loss is scaled by another scale than its step: sessions/session.py
-- self.precision = precision or Precision
-+ self.precision = Precision
 """
 )
 

@@ -65,7 +65,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     job = assemble(config, world, continued=loaded)
     try:
         run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
-        with Session(config, world, run, prepared=parts, precision=job.precision) as session:
+        with Session(config, world, run, prepared=parts) as session:
             task = Classifier(job, session)
             learn(task, session, config)
         world.progress.enter("")  # not after an error, whose report names the phase

@@ -61,14 +61,13 @@ class Session:
         run: contextlib.AbstractContextManager[Opened],
         *,
         prepared: Prepared | None = None,
-        precision: Precision | None = None,
     ) -> None:
         """Start the session (*collective*); `run` is held until `close`.
 
-        `prepared` and its `precision` are a job's, whose gradients a strategy exchanges.
+        `prepared` is a job's, whose gradients a strategy exchanges.
         """
         self.world, self.device = world, world.device
-        self.precision = precision or Precision.of(config.precision, world.device)
+        self.precision = Precision.of(config.precision, world.device)
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
         self.prepared = prepared or Prepared(ours.config, world)
