@@ -149,8 +149,8 @@ def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, 
 
 def _together(samples: list[Any]) -> Any:
     """Return x (n, …) and the labels of (x, label) pairs."""
-    batch = collated(samples)
-    if batch[0].dtype != samples[0][0].dtype:
+    batch, first = collated(samples), samples[0][0]
+    if isinstance(first, Tensor) and batch[0].dtype != first.dtype:  # an image folder's are NumPy's
         raise TypeError("samples of several dtypes")
     return batch
 
