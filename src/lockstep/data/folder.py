@@ -147,11 +147,12 @@ def _scan(config: DataConfig) -> Arrays:
     """Return each split's image paths, labels and skipped files; class names."""
     arrays: Arrays = {}
     found, classes = folders(config), _classes(config.dir / "train")
-    for split, name in found.items():
-        root = config.dir / name
-        if different := sorted({*classes} ^ {*_classes(root)}):
+    for name in found.values():
+        if different := sorted({*classes} ^ {*_classes(config.dir / name)}):
             some = f"{', '.join(different[:5])} ({len(different)} in all)"
             raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
+    for split, name in found.items():
+        root = config.dir / name
         files = [_images(root, each) for each in classes]
         if config.skip_corrupt:
             every = [root / path for paths in files for path in paths]
