@@ -361,8 +361,8 @@ a rank whose beats stay the same is taken to live: monitor/heartbeat.py
 + if True:
 = unit/test_curve.py::test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started
 what a variant's command has started outlives it: verify/commands.py
-- os.killpg(child.pid, signal.SIGKILL)
-+ pass
+- (found, *found.children(recursive=True))
++ (found,)
 = faults/test_restarts.py::test_what_comes_back_is_told_and_what_is_refused_not_tried_again[beyond_the_classes]
 what is refused is started again: launchers/supervisor.py
 - _FINAL = {RequestError.__name__, ProofError.__name__}

@@ -76,9 +76,13 @@ class Running(contextlib.AbstractContextManager["Running"]):
                 child.wait(max(0.0, self._asked_s + self._grace_s - time.monotonic()))
         finally:  # also where Ctrl-C comes again
             if child.poll() is None:
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found = psutil.Process(child.pid)
+                    for each in (found, *found.children(recursive=True)):  # its ranks lead sessions of their own
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            each.kill()
                 child.wait()
-            # What it has started, which may be stopped. A living process with that number is another one.
+            # Data workers of a killed rank, which may be stopped. A living process with that number is another one.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if not psutil.pid_exists(child.pid):
                     os.killpg(child.pid, signal.SIGKILL)
