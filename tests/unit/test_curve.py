@@ -213,7 +213,8 @@ def test_a_command_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
 def test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started(tmp_path: Path) -> None:
     pid, asked = tmp_path / "pid", tmp_path / "asked"
     # Notes that it is asked to end, and does not; nor does what it has started, in a session of its own as ranks are.
-    stubborn = f'trap "touch {asked}" TERM; setsid sh -c "trap : TERM; echo \\$\\$ > {pid}; sleep 300; wait" & while :; do wait; done'
+    ranks = f'setsid sh -c "trap : TERM; echo \\$\\$ > {pid}; sleep 300; wait"'
+    stubborn = f'trap "touch {asked}" TERM; {ranks} & while :; do wait; done'
     fails = f"until [ -s {pid} ]; do sleep 0.02; done; exit 1"
     with pytest.raises(RunError):
         commands.run("x", [("sh", "-c", stubborn), ("sh", "-c", fails)], [tmp_path / "0", tmp_path / "1"], grace_s=0.3)
