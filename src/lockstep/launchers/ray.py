@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 from ..config.registry import auto, kind, with_ranks
@@ -33,7 +32,7 @@ from ..config.schema import ParallelConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError, Stopped, counted, ranks_in_short
 from ..monitor import failures
 from ..monitor.failures import Failure, first_cause
-from ..monitor.signals import KILLED, Interrupts, heeded
+from ..monitor.signals import KILLED, Interrupts
 from ..world.topology import Topology
 from . import stores
 from .devices import Entry
@@ -176,14 +175,9 @@ class _Job:
         """Await all ranks; return rank 0's value or raise the first cause."""
         import ray
 
-        interrupts, told = Interrupts(), list[Any]()
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            interrupts.hear()  # for the next look: nothing is raised amid a call of Ray's
-
-        causes: list[Failure] = []
+        causes, told = list[Failure](), list[Any]()
         since_s = time.monotonic()
-        with heeded(on_signal):
+        with Interrupts() as interrupts:  # for the next look: nothing is raised amid a call of Ray's
             while self._waiting:
                 if interrupts.insisted:
                     raise RunError(KILLED)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import psutil
@@ -38,7 +37,7 @@ from ..monitor import bounded, failures, tracebacks
 from ..monitor.failures import Failure, first_cause
 from ..monitor.notes import FOLDER, Notes
 from ..monitor.output import say, survive
-from ..monitor.signals import KILLED, OUTSIDE, Interrupts, heeded
+from ..monitor.signals import KILLED, OUTSIDE, Interrupts
 from ..world.topology import Topology
 from . import rank, stores
 from .devices import Entry, processes
@@ -115,7 +114,7 @@ class Supervisor:
         """`where` says where ranks die, such as " on node 10.0.0.2"."""
         self._parallel, self._resume_hint, self._where = config.parallel, failures.resume_hint(config), where
         self._restarts = 0
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self._pass_on)
         self._workers: list[_Worker] = []
         self.notes: dict[str, str] = {}
         self._lock: IO[bytes] | None = None
@@ -142,7 +141,7 @@ class Supervisor:
         The value is pickled. `look` is polled for other failures that end the ranks. Raises `RunError` after a second
         signal.
         """
-        with heeded(self._on_signal):
+        with self._interrupts:
             try:
                 for place in places:
                     self._workers.append(worker := _start(place, payload, door, dict(self.notes)))
@@ -259,9 +258,7 @@ class Supervisor:
         is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
         return Failure(number, "", f"Rank {number}{self._where} {how}; {self._resume_hint}.", "", is_echo=is_echo)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._interrupts.hear():
-            return
+    def _pass_on(self, number: int) -> None:
         for worker in self._workers:
             worker.send(signal.SIGKILL if self._interrupts.insisted else signal.SIGTERM)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from ..errors import RunError
 from .output import say
@@ -23,25 +23,6 @@ INSIST = "; a second signal ends it at once"
 """Added for a person; SIGUSR1 comes from a program."""
 _ECHO_S = 0.5
 """A closing terminal's kernel and shell both send SIGHUP, and torchrun passes on what the terminal has sent already."""
-
-
-class Interrupts:
-    """Signals that a process has received. The first sets `asked` (to stop), the second `insisted`."""
-
-    def __init__(self) -> None:
-        self.asked = self.insisted = False
-        self._since_s = 0.0
-
-    def hear(self) -> bool:
-        """Count a signal; return False for an echo of the first one."""
-        now_s = time.monotonic()
-        if not self.asked:
-            self.asked, self._since_s = True, now_s
-            return True
-        if now_s - self._since_s <= _ECHO_S:
-            return False
-        self.insisted = True
-        return True
 
 
 @contextlib.contextmanager
@@ -63,6 +44,32 @@ def heeded(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, kept)
 
 
+class Interrupts:
+    """A context that counts signals. The first sets `asked` (to stop), the second `insisted`; then calls `react`."""
+
+    def __init__(self, react: Callable[[int], None] = lambda number: None) -> None:
+        self.asked = self.insisted = False
+        self._react, self._since_s = react, 0.0
+        self._heeding = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._heeding.enter_context(heeded(self._hear))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._heeding.close()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if not self.asked:
+            self.asked, self._since_s = True, now_s
+        elif now_s - self._since_s <= _ECHO_S:
+            return
+        else:
+            self.insisted = True
+        self._react(number)
+
+
 class StopRequest(Interrupts):
     """A context: the first signal sets `asked`, the second ends the process.
 
@@ -70,20 +77,10 @@ class StopRequest(Interrupts):
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        super().__init__()
+        super().__init__(self._answer)
         self._quiet = quiet
-        self._heeding = contextlib.ExitStack()
 
-    def __enter__(self) -> StopRequest:
-        self._heeding.enter_context(heeded(self._on_signal))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._heeding.close()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.hear():
-            return
+    def _answer(self, number: int) -> None:
         if self.insisted:
             try:
                 say(KILLED, begin="\n")
