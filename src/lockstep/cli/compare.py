@@ -31,7 +31,7 @@ from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole
 if TYPE_CHECKING:
     from ..world.world import World
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]
        lockstep compare [--vary OPTION=VALUE,VALUE …] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
        lockstep compare --from RUN … [--output FOLDER]       a report on runs that have ended
@@ -71,8 +71,6 @@ def main(given: list[str]) -> int:
     """Compare, and return 0."""
     if given and given[0] in _WATCHED:
         return _watched(*given)
-    if output.helped(given, _USAGE):
-        return 0
     asked, leading = words.take(given, {"--output": str}) if "--from" in given else ({}, [])
     if leading[:1] == ["--from"]:
         runs = [Path(each) for each in leading if each != "--from"]

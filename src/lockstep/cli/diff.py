@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..checks.difference import Difference
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep diff A B [--tolerance T] [--all]
 
 A and B are runs or checkpoints of ours, safetensors files, or what torch.save wrote of tensors (a pickle of anything
@@ -36,8 +36,6 @@ _ROWS = 5
 
 def main(given: list[str]) -> int:
     """Print the differences; return 0 for none. Raises `ProofError` where they differ."""
-    if output.helped(given, _USAGE):
-        return 0
     own, rest = words.take(given, {"--tolerance": float, "--all": bool})
     if strange := [word for word in rest if word.startswith("-")]:
         raise RequestError(f"lockstep diff has no flag {strange[0]}; lockstep diff --help shows those that it has.")

@@ -23,7 +23,7 @@ from ..runs import folders
 from ..screen import Screen
 from . import flags, output, words
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep doctor [--json] [flags]
 
 Looks at this machine, or under any launcher at all machines of a job: versions, processors, memory, limits, GPUs,
@@ -55,8 +55,6 @@ _ALIKE = 3  # green lines of one name that are shown, where many hosts give as m
 
 def main(given: list[str]) -> int:
     """Examine, print the findings, and return 0. Raises `RunError` where no job can run."""
-    if output.helped(given, _USAGE):
-        return 0
     own, rest = words.take(given, {"--json": bool})
     base = RunConfig(parallel=ParallelConfig(stall_timeout=_STALL_S))
     config = flags.parse(rest, prog="lockstep doctor", base=base, imports=False, check=_check_flags)

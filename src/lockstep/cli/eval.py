@@ -23,7 +23,7 @@ from .train import preflight
 if TYPE_CHECKING:
     from ..world.world import World
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep eval RUN [--split SPLIT] [--predictions FILE.csv] [flags]
 
 RUN is a run's folder (its last checkpoint is taken) or one checkpoint, such as runs/digits-resnet8/checkpoints/best.
@@ -50,8 +50,6 @@ _READ = ("loss", "output")
 
 def main(given: list[str]) -> int:
     """Evaluate, print the scores, and return the exit code."""
-    if output.helped(given, _USAGE):
-        return 0
     if not given or given[0].startswith("-"):
         raise RequestError("lockstep eval lacks the run, which comes first, as in lockstep eval runs/digits-resnet8.")
     own, rest = words.take(given[1:], {"--split": str, "--predictions": str})

@@ -17,7 +17,7 @@ from ..screen import Screen
 from . import output
 from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
 
-_USAGE = """\
+USAGE = f"""\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
        lockstep forecast --network NETWORK [--devices N:M] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
@@ -26,7 +26,7 @@ when a network connects them: time of a step, speed-up with error bars, cost, me
 device is a whole machine like this one.
 
   --devices N:M       numbers of devices: 1:1024 (powers of two), or 1,2,4,6 (default: 1:64)
-  --network NETWORK   what a node has towards others: {presets};
+  --network NETWORK   what a node has towards others: {", ".join(networks.PRESETS)};
                       or a rate and a latency, such as 10Gbit/s,50us;
                       or FILE.json,FILE.json, which lockstep doctor --json has printed on several hosts;
                       or RUN, the folder of a run of this job on several of the devices
@@ -47,8 +47,6 @@ _MOST_DEVICES = 100_000
 
 def main(given: list[str]) -> int:
     """Forecast, and return 0."""
-    if output.helped(given, _USAGE.format(presets=", ".join(networks.PRESETS))):
-        return 0
     job = Job(given, OWN, prog="lockstep forecast")
     asked, base = job.asked, job.config()
     devices, network = _devices(asked.get("--devices", "1:64")), asked.get("--network")

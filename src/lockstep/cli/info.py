@@ -15,7 +15,7 @@ from ..screen import Screen
 from ..versions import version_of
 from . import output
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep info
 
 Prints the versions of the packages that matter, this machine's hardware, and the recipes, models, data sets,
@@ -25,8 +25,6 @@ strategies and launchers there are.
 
 def main(given: list[str]) -> int:
     """Print the facts, and return the exit code."""
-    if output.helped(given, _USAGE):
-        return 0
     if given:
         raise RequestError(f"lockstep info takes no arguments, found {' '.join(given)}.")
     found = hardware.survey(launchers.visible_gpus())

@@ -78,8 +78,7 @@ def _lost_another(stop: BaseException) -> bool:
 def _dispatch(given: list[str]) -> int:
     verb, *rest = given or ["--help"]
     if verb in VERBS:
-        code: int = import_module(f".{verb}", __package__).main(rest)
-        return code
+        return output.call(import_module(f".{verb}", __package__), rest)
     version = version_of("lockstep-torch") or "(not installed)"
     if verb in ("-V", "--version"):
         text = f"lockstep {version}\n"
@@ -88,8 +87,7 @@ def _dispatch(given: list[str]) -> int:
         text = _USAGE.format(version=version, verbs=verbs)
     else:
         raise unknown("verb", verb, VERBS)
-    with output.written():
-        print(text, end="")
+    output.show(text)
     return 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from types import ModuleType
 
 from ..errors import RunError
 
@@ -28,13 +29,19 @@ def written() -> Iterator[None]:
         raise RunError(f"The standard output cannot be written: {error.strerror}.") from error
 
 
-def helped(given: Sequence[str], usage: str) -> bool:
-    """Print `usage` if the verb's words begin with --help. Returns whether they do."""
-    asked = given[:1] in (["-h"], ["--help"])
-    if asked:
-        with written():
-            print(usage, end="")
-    return asked
+def show(text: str) -> None:
+    """Print a text that ends its own lines."""
+    with written():
+        print(text, end="")
+
+
+def call(verb: ModuleType, given: list[str]) -> int:
+    """Run a verb's `main`; where its words begin with --help, print its `USAGE`, if any. Returns the exit code."""
+    if given[:1] in (["-h"], ["--help"]) and hasattr(verb, "USAGE"):
+        show(verb.USAGE)
+        return 0
+    code: int = verb.main(given)
+    return code
 
 
 def let_go() -> None:

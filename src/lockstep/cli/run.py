@@ -31,9 +31,10 @@ With --output left out, the run's folder is runs/NAME by the script's name.
 
 def main(given: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
-    names = " ".join(f"--{name}" for name in sorted(_known()))
-    listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    if output.helped([word for word in split(given)[0] if word in ("-h", "--help")], _USAGE.format(flags=listed)):
+    if {"-h", "--help"} & {*split(given)[0]}:
+        names = " ".join(f"--{name}" for name in sorted(_known()))
+        listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        output.show(_USAGE.format(flags=listed))
         return 0
     config, script = asked(given, prog="lockstep run")
     planned = launchers.plan(config)

@@ -11,7 +11,7 @@ from ..runs import folders
 from ..screen import Screen
 from . import compare, output, words
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep runs [FOLDER …] [--open]
 
 Lists the runs in each FOLDER (default: runs) and in the folders in it, or which it is: when and where, the options in
@@ -25,8 +25,6 @@ _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state
 
 def main(given: list[str]) -> int:
     """Print the table, and return 0."""
-    if output.helped(given, _USAGE):
-        return 0
     asked, leading = words.take(given, {"--open": bool})
     given_folders = [*map(Path, leading)] or [folders.RUNS]
     for folder in given_folders:

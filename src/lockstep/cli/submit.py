@@ -17,7 +17,7 @@ from ..verify import commands
 from . import flags, output, words
 from .train import preflight
 
-_USAGE = f"""\
+USAGE = f"""\
 usage: lockstep submit slurm [its flags] RECIPE [flags of lockstep train]
 
 Writes one sbatch script, {submit.NAME}, into the run's folder, submits it, and follows its log until the job has ended;
@@ -45,11 +45,12 @@ _GIVEN = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
 
 def main(given: list[str]) -> int:
     """Submit the run, follow it, and return the job's exit code."""
-    if output.helped(given, _USAGE) or (given[:1] == ["slurm"] and output.helped(given[1:], _USAGE)):
-        return 0
     if not given or given[0].startswith("-"):
         raise RequestError("lockstep submit lacks the scheduler: give slurm, as in lockstep submit slurm digits.")
     choose("scheduler", given[0], ["slurm"])
+    if given[1:2] in (["-h"], ["--help"]):
+        output.show(USAGE)
+        return 0
     options, rest = words.take(given[1:], _OWN)
     is_dry, sbatch = options.pop("--dry-run", False), options.pop("--sbatch", [])
     if "--tasks-per-node" in options:
@@ -81,8 +82,7 @@ def main(given: list[str]) -> int:
         train = commands.python("lockstep", "train", *flags.without(rest, _GIVEN))
         script = submit.render(job, folder, train)
         if is_dry:
-            with output.written():
-                print(script, end="")
+            output.show(script)
             return 0
         try:
             write_whole(folder / submit.NAME, script.encode())

@@ -15,10 +15,11 @@ PROOFS = {
     "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE|SCRIPT",
     "run": "judge a run from its records alone: lockstep verify run RUN",
 }
-_USAGE = """\
+_LISTED = "\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items())
+USAGE = f"""\
 usage: lockstep verify WHAT …
 
-{proofs}
+{_LISTED}
 
 lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it does not, 2 it cannot be checked.
 """
@@ -27,12 +28,11 @@ lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it 
 def main(given: list[str]) -> int:
     """Run the named proof, and return the exit code."""
     what = given[0] if given else ""
-    usage = _USAGE.format(proofs="\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items()))
-    if output.helped(["--help"] if what == "help" else given, usage):
+    if what == "help":
+        output.show(USAGE)
         return 0
     if not what or what.startswith("-"):
         *others, last = PROOFS
         found = f"lockstep verify lacks what to verify, found {what or 'nothing'}"
         raise RequestError(f"{found}; give {', '.join(others)} or {last}.")
-    code: int = import_module(f".{choose('proof', what, PROOFS)}", __package__).main(given[1:])
-    return code
+    return output.call(import_module(f".{choose('proof', what, PROOFS)}", __package__), given[1:])

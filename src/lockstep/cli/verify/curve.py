@@ -24,7 +24,7 @@ from ...verify.variants import Setup
 from .. import flags, output, run, variants, words
 from ..train import check as check_training
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
        lockstep verify curve [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
@@ -60,8 +60,6 @@ _SAME = {"curve": "model", "gradients": "gradient"}
 
 def main(given: list[str]) -> int:
     """Train and compare; return 0 where all variants agree. Raises `ProofError` where they do not."""
-    if output.helped(given, _USAGE):
-        return 0
     ours, script = run.split(given) if run.names_script(given) else (given, [])
     asked, rest = words.take(ours, {"--tolerance": float})
     config, rest = parsed(rest, script, prog=_PROG)

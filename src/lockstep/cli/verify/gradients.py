@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...verify.gradients import Answer, Report
     from ...world.world import World
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
        lockstep verify gradients [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
@@ -57,8 +57,6 @@ _ROWS = 5
 
 def main(given: list[str]) -> int:
     """Measure, print the answer, and return 0. Raises `ProofError` where the gradients differ."""
-    if output.helped(given, _USAGE):
-        return 0
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
     own, rest = words.take(ours, _OWN)
     step = own.get("--step", "")

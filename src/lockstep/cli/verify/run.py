@@ -15,7 +15,7 @@ from .. import output, variants
 if TYPE_CHECKING:
     from ...verify.claims import Judgement
 
-_USAGE = """\
+USAGE = """\
 usage: lockstep verify run RUN
 
 RUN is a run's folder, or one of its checkpoints. The run is judged by what it left there: every step, its samples and
@@ -29,8 +29,6 @@ _STYLES = {Check.HOLDS: "green", Check.FAILS: "bold red", Check.OPEN: "dim"}
 
 def main(given: list[str]) -> int:
     """Judge the run, print and write the checks. Returns the exit code."""
-    if output.helped(given, _USAGE):
-        return 0
     if flags := [word for word in given if word.startswith("-") and len(word) > 1]:
         raise RequestError(f"lockstep verify run takes no flags, found {flags[0]}; give the run alone.")
     if len(given) != 1 or not given[0]:
