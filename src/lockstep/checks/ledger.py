@@ -202,23 +202,16 @@ def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], 
 
     None on the other ranks, and where nothing was noted.
     """
-    at = np.array([step for step, _ in notes], np.int64)
-    sizes = np.array([len(indices) for _, indices in notes], np.int64)
-    heads = world.stack(torch.tensor([at.min(initial=2**62), at.max(initial=-1), sizes.sum()])).numpy()
-    first, last, most = int(heads[:, 0].min()), int(heads[:, 1].max()), int(heads[:, 2].max())
-    if last < first:
+    sizes = np.array([(step, len(indices)) for step, indices in notes], np.int64).reshape(-1, 2)
+    own = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
+    by_note, by_rank = (world.ragged(torch.from_numpy(each)) for each in (sizes, own))
+    steps = [np.repeat(*each.numpy().T) for each in by_note]  # of each rank's samples
+    order = np.concatenate(steps).argsort(kind="stable")  # by step, then by rank, then as the rank computed them
+    if not world.is_main or not len(order):
         return None
-    steps = last - first + 1
-    own = np.zeros(steps + most, np.int64)  # how many in each step, then which
-    np.add.at(own, at - first, sizes)
-    held = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
-    own[steps : steps + len(held)] = held
-    told = world.stack(torch.from_numpy(own)).numpy()
-    if not world.is_main:
-        return None
-    shares = [np.split(each[steps : steps + each[:steps].sum()], np.cumsum(each[: steps - 1])) for each in told]
-    indices = np.concatenate([share for step in zip(*shares, strict=True) for share in step])
-    return first, np.ascontiguousarray(told[:, :steps].T.astype(np.uint32)), indices
+    first, last = (int(np.concatenate(steps)[at]) for at in order[[0, -1]])
+    counts = np.stack([np.bincount(each - first, minlength=last - first + 1) for each in steps], axis=1)
+    return first, counts.astype(np.uint32), torch.cat(by_rank).numpy()[order]
 
 
 # ---- afterwards
