@@ -21,11 +21,11 @@ import torch
 
 from ..batching import BatchPlan
 from ..data.order import ASCENDING, SHUFFLED, Order
-from ..errors import RequestError, counted, ranks_named
+from ..errors import ProofError, RequestError, counted, ranks_named
 from ..files import append_whole, ours
 from ..record.checks import Check
 from ..world.world import World
-from .pages import EVAL, TRAIN, Indices, Page, TornError, read
+from .pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read
 
 CLAIM = "Each epoch and each evaluation held each sample exactly once"
 _NAMED = 4
@@ -80,8 +80,6 @@ class Ledger:
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
-        self.whole_epochs = 0
-        """Epochs that were closed and are recorded from their beginning on; counted on rank 0."""
         self.trouble = ""
         """Why pages wait, in the system's words; empty where none does."""
         self._world = world
@@ -93,6 +91,8 @@ class Ledger:
         """Those of the epoch under way, on rank 0."""
         self._waiting: list[bytes] = []
         self._file: BinaryIO | None = None
+        self._whole_epochs = self._evaluations = 0  # that were judged; epochs are counted on rank 0
+        self._fault = ""
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
 
     def _open(self, path: Path) -> None:
@@ -122,31 +122,47 @@ class Ledger:
         notes, self._notes = self._notes, []
         self._keep(TRAIN, epoch, self._samples, notes)
 
-    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str:
+    def end_evaluation(self, epoch: int, step: int, samples: int) -> None:
         """Write the evaluation after `step` as one page (*collective*). Of `samples` samples, in `epoch`.
 
-        Returns, on every rank, the samples not held exactly once, and their ranks; "" for none.
+        Raises `ProofError`, on every rank, unless each sample was evaluated exactly once.
         """
+        self._evaluations += 1
         notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
-        found = (_finding([page], samples) if page else "nothing of it was noted") if self._world.is_main else ""
-        return self._told(f"the evaluation after step {step}: {found}" if found else "")
+        found = _finding([page], samples) if page else "nothing of it was noted"
+        told = "The evaluation did not take each sample exactly once, as planned"
+        self._judge(found, f"the evaluation after step {step}", told)
 
-    def close_epoch(self, epoch: int, expected: int) -> str:
-        """Return, on every rank, the fault of `epoch`; "" for none (*collective*).
+    def end_epoch(self, epoch: int, expected: int) -> None:
+        """Write the recorded steps, and judge `epoch` (*collective*).
 
-        Each sample must have come exactly once. `expected` is the number of samples due: fewer than the set where an
-        incomplete last batch is left out. Where the epoch's beginning is not recorded, only repeated samples count.
+        Raises `ProofError`, on every rank, unless each sample has come exactly once. `expected` is the number of
+        samples due: fewer than the set where an incomplete last batch is left out. Where the epoch's beginning is not
+        recorded, only repeated samples count.
         """
         self.flush(epoch)
-        found, pages = "", self._pages
-        if self._world.is_main and (not pages or pages[0].epoch != epoch):
-            found = "no step of it was noted"
-        elif pages:
+        found, pages = "no step of it was noted", self._pages
+        if pages and pages[0].epoch == epoch:
             is_whole = pages[0].first_step == epoch * self._steps_per_epoch + 1
-            self.whole_epochs += is_whole
+            self._whole_epochs += is_whole
             found = _finding(pages, expected if is_whole else None)
-        return self._told(f"epoch {epoch}: {found}" if found else "")
+        self._judge(found, f"epoch {epoch}", "Not each sample was trained on exactly once")
+
+    def proof(self) -> Check:
+        """Return the check's outcome so far."""
+        times = self._whole_epochs + self._evaluations
+        epochs, evaluations = counted(self._whole_epochs, "whole epoch"), counted(self._evaluations, "evaluation")
+        lost = f"; {self.waiting} pages could not be written ({self.trouble})" if self.waiting else ""
+        return Check(
+            name="ledger",
+            claim=CLAIM,
+            outcome=Check.FAILS if self._fault else Check.HOLDS if times else Check.OPEN,
+            times=times,
+            tolerance="exactly",
+            found=f"{self._fault or f'{epochs} and {evaluations} were asked'}{lost}",
+            cost_s=self.cost_s,
+        )
 
     def close(self) -> None:
         """Write the waiting pages and sync the file. `waiting` then counts the lost ones."""
@@ -158,12 +174,17 @@ class Ledger:
                 except OSError as error:
                     self.trouble = error.strerror or str(error)
 
-    def _told(self, finding: str) -> str:
-        """Return rank 0's finding (*collective*)."""
+    def _judge(self, finding: str, of: str, told: str) -> None:
+        """Raise `ProofError` for rank 0's `finding`, if any (*collective*)."""
         begun_s = time.perf_counter()
         found: str = self._world.gather(finding)[0]
         self.cost_s += time.perf_counter() - begun_s
-        return found
+        if found:
+            self._fault = f"{of}: {found}"
+            raise ProofError(
+                f"{told}, by {NAME}: {self._fault}. The data's order or its loader differs from rank to rank; "
+                "lockstep verify run tells where."
+            )
 
     def _keep(self, kind: str, epoch: int, samples: int, notes: Notes) -> Page | None:
         """Write all ranks' notes as one page (*collective*). Returns it on rank 0, if not empty."""
