@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ..files import append_whole, ours
@@ -25,7 +25,6 @@ from ..printable import visible
 from .base import Recorder
 
 _PREFIX = {"log": "train/", "eval": "eval/", "epoch": "train/", "values": "values/"}
-_KINDS = {bool: "bool_value", int: "number_value", float: "number_value"}  # of a hyper-parameter; others are text
 
 
 class TensorBoard(Recorder):
@@ -64,23 +63,13 @@ class TensorBoard(Recorder):
 
     def _asked(self, chosen: Mapping[str, Any]) -> list[Any]:
         """Return the config as a text table, and as hyper-parameters. In the form of TensorBoard's tab of that name."""
-
-        def of(plugin: str, content: bytes = b"") -> SummaryMetadata:
-            return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
-
         rows = [f"| {name} | {_cell(value)} |" for name, value in self._config.items() if value is not None]
-        text = "\n".join(["| option | value |", "| --- | --- |", *rows]).encode()
-        data = HParamsPluginData()
-        data.session_start_info.start_time_secs = time.time()
-        for name, value in ({key: self._config[key] for key in self._identity} | dict(chosen)).items():
-            if value is not None:
-                kind = _KINDS.get(type(value))
-                setattr(data.session_start_info.hparams[name], kind or "string_value", value if kind else _cell(value))
-        tensor = TensorProto(dtype="DT_STRING", string_val=[text])
-        return [
-            Summary.Value(tag="config/text_summary", metadata=of("text"), tensor=tensor),
-            Summary.Value(tag="_hparams_/session_start_info", metadata=of("hparams", data.SerializeToString())),
-        ]
+        text = "\n".join(["| option | value |", "| --- | --- |", *rows])
+        asked = {key: self._config[key] for key in self._identity} | dict(chosen)
+        known = {name: value for name, value in asked.items() if value is not None}
+        told = {name: value if isinstance(value, int | float) else _cell(value) for name, value in known.items()}
+        # Without a name of the trial: by default, all runs of the same values would be one.
+        return [*text_pb("config/text_summary", text).value, *hparams_pb(told, trial_id="").value]
 
     def _write(self, step: int, values: list[Any]) -> None:
         now = time.time()
