@@ -6,14 +6,12 @@ Every rank records, rank 0 writes. The current epoch's samples are counted, to c
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,7 @@ import torch
 from ..batching import BatchPlan
 from ..data.order import ASCENDING, SHUFFLED, Order
 from ..errors import ProofError, RequestError, counted, ranks_named
-from ..files import append_whole, ours
+from ..files import Appended
 from ..record.checks import Check
 from ..world.world import World
 from .pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read
@@ -89,8 +87,7 @@ class Ledger:
         self._evaluated: list[Indices] = []
         self._pages: list[Page] = []
         """Those of the epoch under way, on rank 0."""
-        self._waiting: list[bytes] = []
-        self._file: BinaryIO | None = None
+        self._file: Appended | None = None
         self._whole_epochs = self._evaluations = 0  # that were judged; epochs are counted on rank 0
         self._fault = ""
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
@@ -99,15 +96,14 @@ class Ledger:
         for page in read(path) if path.exists() else ():
             self._count(page)
         try:
-            # Unbuffered: written data is in the kernel, and survives the end of this process.
-            self._file = open(path, "ab", buffering=0, opener=ours)
+            self._file = Appended(path)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}; give another --output.") from error
 
     @property
     def waiting(self) -> int:
         """The number of pages not yet on disk; 0 beyond rank 0."""
-        return len(self._waiting)
+        return 0 if self._file is None else len(self._file.waiting)
 
     def add(self, step: int, indices: Indices) -> None:
         """Record that this rank computes samples `indices` in `step`. (n,), n may be 0; steps count from 1."""
@@ -167,12 +163,7 @@ class Ledger:
     def close(self) -> None:
         """Write the waiting pages and sync the file. `waiting` then counts the lost ones."""
         if self._file is not None:
-            with self._file:
-                self._write()
-                try:
-                    os.fsync(self._file.fileno())
-                except OSError as error:
-                    self.trouble = error.strerror or str(error)
+            self._attempt(self._file.close)
 
     def _judge(self, finding: str, of: str, told: str) -> None:
         """Raise `ProofError` for rank 0's `finding`, if any (*collective*)."""
@@ -196,8 +187,7 @@ class Ledger:
             page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
             self._count(page)
             if self._file is not None:
-                self._waiting.append(page.encode())
-                self._write()
+                self._attempt(self._file.write, page.encode())
         self.cost_s += time.perf_counter() - begun_s
         return page
 
@@ -207,13 +197,10 @@ class Ledger:
                 self._pages = []
             _add(page, self._pages)
 
-    def _write(self) -> None:
-        assert self._file is not None
+    def _attempt(self, action: Callable[..., None], *data: bytes) -> None:
         self.trouble = ""
         try:
-            while self._waiting:
-                append_whole(self._file, self._waiting[0])
-                self._waiting.pop(0)
+            action(*data)
         except OSError as error:
             self.trouble = error.strerror or str(error)
 

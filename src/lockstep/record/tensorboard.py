@@ -1,7 +1,7 @@
 """TensorBoard's event files, in the run's folder. `tensorboard --logdir runs` shows the curves.
 
 torch's SummaryWriter would pass them to a thread, which on a full disk dies with a printed traceback. Here that is an
-OSError like any other, and costs one event.
+OSError like any other, and events wait until there is room.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from ..files import append_whole, ours
+from ..files import Appended
 from ..printable import visible
 from .base import Recorder
 
@@ -41,7 +41,7 @@ class TensorBoard(Recorder):
         self._config, self._identity, self._resume_step = config, identity, resume_step
         # TensorBoard reads the files in the order of their names; nanoseconds keep a quick resume in order.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / name, "ab", buffering=0, opener=ours)
+        self._file = Appended(folder / name)
         self._has_begun = False
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class TensorBoard(Recorder):
             self._write(fields["step"], points)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the waiting events and close the file."""
         self._file.close()
 
     def _asked(self, chosen: Mapping[str, Any]) -> list[Any]:
@@ -81,8 +81,8 @@ class TensorBoard(Recorder):
         records = io.BytesIO()
         for each in events:
             RecordWriter(records).write(each.SerializeToString())
-        append_whole(self._file, records.getvalue())
         self._has_begun = True
+        self._file.write(records.getvalue())
 
 
 def _cell(value: Any) -> str:
