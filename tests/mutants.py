@@ -265,7 +265,7 @@ a file is written in its place: files.py
 + part = path
 = unit/test_record.py::test_a_full_disk_is_told_once_stops_nobody_and_loses_no_line_once_there_is_room
 a full disk leaves half a line: files.py
-- file.truncate(size)
+- self._file.truncate(size)
 + pass
 = unit/test_record.py::test_rewind_keeps_what_had_happened_by_the_step
 a resumed run keeps the lines of later steps: record/jsonl.py

@@ -17,7 +17,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .errors import LockstepError, RequestError
 from .printable import visible_json
@@ -197,15 +197,34 @@ def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
     sync_folder(path.parent)
 
 
-def append_whole(file: BinaryIO, data: bytes) -> None:
-    """Append `data` to an unbuffered file. Where the disk is full, raises OSError and leaves the file as it was."""
-    size = os.fstat(file.fileno()).st_size
-    try:
-        while data:  # a nearly full disk takes a part without an error, and refuses the rest at the next try
-            data = data[file.write(data) :]
-    except OSError:
-        file.truncate(size)
-        raise
+class Appended:
+    """A file of ours to which data are appended. What a full disk does not take waits in memory."""
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: written data is in the kernel, and survives the end of this process.
+        self._file = open(path, "ab", buffering=0, opener=ours)
+        self.waiting: list[bytes] = []
+
+    def write(self, *data: bytes) -> None:
+        """Append what waits and then `data`, each whole. Raises OSError for what has to wait."""
+        self.waiting += data
+        while self.waiting:
+            size, left = os.fstat(self._file.fileno()).st_size, self.waiting[0]
+            try:
+                while left:  # a nearly full disk takes a part without an error, and refuses the rest at the next try
+                    left = left[self._file.write(left) :]
+            except OSError:
+                self._file.truncate(size)
+                raise
+            self.waiting.pop(0)
+
+    def close(self) -> None:
+        """Append what waits, and sync the file. Raises OSError for what is lost."""
+        with self._file:
+            try:
+                self.write()
+            finally:
+                os.fsync(self._file.fileno())
 
 
 def legal(value: Any) -> Any:

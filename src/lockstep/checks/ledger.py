@@ -6,14 +6,12 @@ Every rank records, rank 0 writes. The current epoch's samples are counted, to c
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +19,11 @@ import torch
 
 from ..batching import BatchPlan
 from ..data.order import ASCENDING, SHUFFLED, Order
-from ..errors import RequestError, counted, ranks_named
-from ..files import append_whole, ours
+from ..errors import ProofError, RequestError, counted, ranks_named
+from ..files import Appended
 from ..record.checks import Check
 from ..world.world import World
-from .pages import EVAL, TRAIN, Indices, Page, TornError, read
+from .pages import EVAL, NAME, TRAIN, Indices, Page, TornError, read
 
 CLAIM = "Each epoch and each evaluation held each sample exactly once"
 _NAMED = 4
@@ -80,8 +78,6 @@ class Ledger:
         """
         self.cost_s = 0.0
         """Seconds that this rank spent in the collective methods."""
-        self.whole_epochs = 0
-        """Epochs that were closed and are recorded from their beginning on; counted on rank 0."""
         self.trouble = ""
         """Why pages wait, in the system's words; empty where none does."""
         self._world = world
@@ -91,23 +87,23 @@ class Ledger:
         self._evaluated: list[Indices] = []
         self._pages: list[Page] = []
         """Those of the epoch under way, on rank 0."""
-        self._waiting: list[bytes] = []
-        self._file: BinaryIO | None = None
+        self._file: Appended | None = None
+        self._whole_epochs = self._evaluations = 0  # that were judged; epochs are counted on rank 0
+        self._fault = ""
         world.together(lambda: self._open(path) if world.is_main and path is not None else None)
 
     def _open(self, path: Path) -> None:
         for page in read(path) if path.exists() else ():
             self._count(page)
         try:
-            # Unbuffered: written data is in the kernel, and survives the end of this process.
-            self._file = open(path, "ab", buffering=0, opener=ours)
+            self._file = Appended(path)
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}; give another --output.") from error
 
     @property
     def waiting(self) -> int:
         """The number of pages not yet on disk; 0 beyond rank 0."""
-        return len(self._waiting)
+        return 0 if self._file is None else len(self._file.waiting)
 
     def add(self, step: int, indices: Indices) -> None:
         """Record that this rank computes samples `indices` in `step`. (n,), n may be 0; steps count from 1."""
@@ -122,48 +118,64 @@ class Ledger:
         notes, self._notes = self._notes, []
         self._keep(TRAIN, epoch, self._samples, notes)
 
-    def flush_evaluation(self, epoch: int, step: int, samples: int) -> str:
+    def end_evaluation(self, epoch: int, step: int, samples: int) -> None:
         """Write the evaluation after `step` as one page (*collective*). Of `samples` samples, in `epoch`.
 
-        Returns, on every rank, the samples not held exactly once, and their ranks; "" for none.
+        Raises `ProofError`, on every rank, unless each sample was evaluated exactly once.
         """
+        self._evaluations += 1
         notes, self._evaluated = [(step, indices) for indices in self._evaluated], []
         page = self._keep(EVAL, epoch, samples, notes)
-        found = (_finding([page], samples) if page else "nothing of it was noted") if self._world.is_main else ""
-        return self._told(f"the evaluation after step {step}: {found}" if found else "")
+        found = _finding([page], samples) if page else "nothing of it was noted"
+        told = "The evaluation did not take each sample exactly once, as planned"
+        self._judge(found, f"the evaluation after step {step}", told)
 
-    def close_epoch(self, epoch: int, expected: int) -> str:
-        """Return, on every rank, the fault of `epoch`; "" for none (*collective*).
+    def end_epoch(self, epoch: int, expected: int) -> None:
+        """Write the recorded steps, and judge `epoch` (*collective*).
 
-        Each sample must have come exactly once. `expected` is the number of samples due: fewer than the set where an
-        incomplete last batch is left out. Where the epoch's beginning is not recorded, only repeated samples count.
+        Raises `ProofError`, on every rank, unless each sample has come exactly once. `expected` is the number of
+        samples due: fewer than the set where an incomplete last batch is left out. Where the epoch's beginning is not
+        recorded, only repeated samples count.
         """
         self.flush(epoch)
-        found, pages = "", self._pages
-        if self._world.is_main and (not pages or pages[0].epoch != epoch):
-            found = "no step of it was noted"
-        elif pages:
+        found, pages = "no step of it was noted", self._pages
+        if pages and pages[0].epoch == epoch:
             is_whole = pages[0].first_step == epoch * self._steps_per_epoch + 1
-            self.whole_epochs += is_whole
+            self._whole_epochs += is_whole
             found = _finding(pages, expected if is_whole else None)
-        return self._told(f"epoch {epoch}: {found}" if found else "")
+        self._judge(found, f"epoch {epoch}", "Not each sample was trained on exactly once")
+
+    def proof(self) -> Check:
+        """Return the check's outcome so far."""
+        times = self._whole_epochs + self._evaluations
+        epochs, evaluations = counted(self._whole_epochs, "whole epoch"), counted(self._evaluations, "evaluation")
+        lost = f"; {self.waiting} pages could not be written ({self.trouble})" if self.waiting else ""
+        return Check(
+            name="ledger",
+            claim=CLAIM,
+            outcome=Check.FAILS if self._fault else Check.HOLDS if times else Check.OPEN,
+            times=times,
+            tolerance="exactly",
+            found=f"{self._fault or f'{epochs} and {evaluations} were asked'}{lost}",
+            cost_s=self.cost_s,
+        )
 
     def close(self) -> None:
         """Write the waiting pages and sync the file. `waiting` then counts the lost ones."""
         if self._file is not None:
-            with self._file:
-                self._write()
-                try:
-                    os.fsync(self._file.fileno())
-                except OSError as error:
-                    self.trouble = error.strerror or str(error)
+            self._attempt(self._file.close)
 
-    def _told(self, finding: str) -> str:
-        """Return rank 0's finding (*collective*)."""
+    def _judge(self, finding: str, of: str, told: str) -> None:
+        """Raise `ProofError` for rank 0's `finding`, if any (*collective*)."""
         begun_s = time.perf_counter()
         found: str = self._world.gather(finding)[0]
         self.cost_s += time.perf_counter() - begun_s
-        return found
+        if found:
+            self._fault = f"{of}: {found}"
+            raise ProofError(
+                f"{told}, by {NAME}: {self._fault}. The data's order or its loader differs from rank to rank; "
+                "lockstep verify run tells where."
+            )
 
     def _keep(self, kind: str, epoch: int, samples: int, notes: Notes) -> Page | None:
         """Write all ranks' notes as one page (*collective*). Returns it on rank 0, if not empty."""
@@ -175,8 +187,7 @@ class Ledger:
             page = Page(kind, epoch, first_step, ranks, self._accumulation, samples, counts, indices, devices=devices)
             self._count(page)
             if self._file is not None:
-                self._waiting.append(page.encode())
-                self._write()
+                self._attempt(self._file.write, page.encode())
         self.cost_s += time.perf_counter() - begun_s
         return page
 
@@ -186,13 +197,10 @@ class Ledger:
                 self._pages = []
             _add(page, self._pages)
 
-    def _write(self) -> None:
-        assert self._file is not None
+    def _attempt(self, action: Callable[..., None], *data: bytes) -> None:
         self.trouble = ""
         try:
-            while self._waiting:
-                append_whole(self._file, self._waiting[0])
-                self._waiting.pop(0)
+            action(*data)
         except OSError as error:
             self.trouble = error.strerror or str(error)
 
@@ -202,23 +210,16 @@ def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], 
 
     None on the other ranks, and where nothing was noted.
     """
-    at = np.array([step for step, _ in notes], np.int64)
-    sizes = np.array([len(indices) for _, indices in notes], np.int64)
-    heads = world.stack(torch.tensor([at.min(initial=2**62), at.max(initial=-1), sizes.sum()])).numpy()
-    first, last, most = int(heads[:, 0].min()), int(heads[:, 1].max()), int(heads[:, 2].max())
-    if last < first:
+    sizes = np.array([(step, len(indices)) for step, indices in notes], np.int64).reshape(-1, 2)
+    own = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
+    by_note, by_rank = (world.ragged(torch.from_numpy(each)) for each in (sizes, own))
+    steps = [np.repeat(*each.numpy().T) for each in by_note]  # of each rank's samples
+    order = np.concatenate(steps).argsort(kind="stable")  # by step, then by rank, then as the rank computed them
+    if not world.is_main or not len(order):
         return None
-    steps = last - first + 1
-    own = np.zeros(steps + most, np.int64)  # how many in each step, then which
-    np.add.at(own, at - first, sizes)
-    held = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
-    own[steps : steps + len(held)] = held
-    told = world.stack(torch.from_numpy(own)).numpy()
-    if not world.is_main:
-        return None
-    shares = [np.split(each[steps : steps + each[:steps].sum()], np.cumsum(each[: steps - 1])) for each in told]
-    indices = np.concatenate([share for step in zip(*shares, strict=True) for share in step])
-    return first, np.ascontiguousarray(told[:, :steps].T.astype(np.uint32)), indices
+    first, last = (int(np.concatenate(steps)[at]) for at in order[[0, -1]])
+    counts = np.stack([np.bincount(each - first, minlength=last - first + 1) for each in steps], axis=1)
+    return first, counts.astype(np.uint32), torch.cat(by_rank).numpy()[order]
 
 
 # ---- afterwards

@@ -7,11 +7,10 @@ full disk does not take wait in memory. `files.legal` defines the form of NaN an
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from ..files import append_whole, legal, lines_of, ours, parse_json, understanding, write_whole
+from ..files import Appended, legal, lines_of, parse_json, understanding, write_whole
 from ..printable import visible_json
 from .base import Epoch, Recorder
 
@@ -22,10 +21,7 @@ class JsonLines(Recorder):
     """Appends events to the file at `path`."""
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: written data is in the kernel, and survives the end of this process.
-        self._name = path.name
-        self._file = open(path, "ab", buffering=0, opener=ours)
-        self._waiting = b""
+        self._name, self._file = path.name, Appended(path)
 
     def __str__(self) -> str:
         return self._name
@@ -39,18 +35,11 @@ class JsonLines(Recorder):
             lines = [_ENCODE(row) for row in rows]
         except ValueError:
             lines = [_ENCODE(legal(row)) for row in rows]
-        self._write("".join(f"{visible_json(line)}\n" for line in lines))
+        self._file.write("".join(f"{visible_json(line)}\n" for line in lines).encode())
 
     def close(self) -> None:
         """Write the waiting lines and sync the file."""
-        with self._file:
-            self._write("")
-            os.fsync(self._file.fileno())
-
-    def _write(self, lines: str) -> None:
-        self._waiting += lines.encode()
-        append_whole(self._file, self._waiting)
-        self._waiting = b""
+        self._file.close()
 
 
 def rewind(path: Path, *, step: int) -> Epoch:

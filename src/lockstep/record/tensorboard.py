@@ -1,7 +1,7 @@
 """TensorBoard's event files, in the run's folder. `tensorboard --logdir runs` shows the curves.
 
 torch's SummaryWriter would pass them to a thread, which on a full disk dies with a printed traceback. Here that is an
-OSError like any other, and costs one event.
+OSError like any other, and events wait until there is room.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from ..files import append_whole, ours
+from ..files import Appended
 from ..printable import visible
 from .base import Recorder
 
 _PREFIX = {"log": "train/", "eval": "eval/", "epoch": "train/", "values": "values/"}
-_KINDS = {bool: "bool_value", int: "number_value", float: "number_value"}  # of a hyper-parameter; others are text
 
 
 class TensorBoard(Recorder):
@@ -42,7 +41,7 @@ class TensorBoard(Recorder):
         self._config, self._identity, self._resume_step = config, identity, resume_step
         # TensorBoard reads the files in the order of their names; nanoseconds keep a quick resume in order.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / name, "ab", buffering=0, opener=ours)
+        self._file = Appended(folder / name)
         self._has_begun = False
 
     def __str__(self) -> str:
@@ -59,28 +58,18 @@ class TensorBoard(Recorder):
             self._write(fields["step"], points)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the waiting events and close the file."""
         self._file.close()
 
     def _asked(self, chosen: Mapping[str, Any]) -> list[Any]:
         """Return the config as a text table, and as hyper-parameters. In the form of TensorBoard's tab of that name."""
-
-        def of(plugin: str, content: bytes = b"") -> SummaryMetadata:
-            return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
-
         rows = [f"| {name} | {_cell(value)} |" for name, value in self._config.items() if value is not None]
-        text = "\n".join(["| option | value |", "| --- | --- |", *rows]).encode()
-        data = HParamsPluginData()
-        data.session_start_info.start_time_secs = time.time()
-        for name, value in ({key: self._config[key] for key in self._identity} | dict(chosen)).items():
-            if value is not None:
-                kind = _KINDS.get(type(value))
-                setattr(data.session_start_info.hparams[name], kind or "string_value", value if kind else _cell(value))
-        tensor = TensorProto(dtype="DT_STRING", string_val=[text])
-        return [
-            Summary.Value(tag="config/text_summary", metadata=of("text"), tensor=tensor),
-            Summary.Value(tag="_hparams_/session_start_info", metadata=of("hparams", data.SerializeToString())),
-        ]
+        text = "\n".join(["| option | value |", "| --- | --- |", *rows])
+        asked = {key: self._config[key] for key in self._identity} | dict(chosen)
+        known = {name: value for name, value in asked.items() if value is not None}
+        told = {name: value if isinstance(value, int | float) else _cell(value) for name, value in known.items()}
+        # Without a name of the trial: by default, all runs of the same values would be one.
+        return [*text_pb("config/text_summary", text).value, *hparams_pb(told, trial_id="").value]
 
     def _write(self, step: int, values: list[Any]) -> None:
         now = time.time()
@@ -92,8 +81,8 @@ class TensorBoard(Recorder):
         records = io.BytesIO()
         for each in events:
             RecordWriter(records).write(each.SerializeToString())
-        append_whole(self._file, records.getvalue())
         self._has_begun = True
+        self._file.write(records.getvalue())
 
 
 def _cell(value: Any) -> str:

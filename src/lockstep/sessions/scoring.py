@@ -109,7 +109,8 @@ class Classifier:
         step = loop.position.step
         epoch = (step - 1) // self._job.steps()
         scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
-        loop.checks.end_evaluation(epoch, step, len(data))
+        if loop.checks.ledger is not None:
+            loop.checks.ledger.end_evaluation(epoch, step, len(data))
         loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
         return {"step": of_step} | scores
 

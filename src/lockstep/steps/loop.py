@@ -126,7 +126,8 @@ class Loop:
         self._score = score
         if scores is not None:
             position.scores = scores
-            self.checks.end_evaluation(position.epochs, position.step, scores.samples)
+            if self.checks.ledger is not None:
+                self.checks.ledger.end_evaluation(position.epochs, position.step, scores.samples)
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def count_batch(self) -> None:
@@ -171,9 +172,9 @@ class Loop:
         position, source = self.position, self.prepared.source
         self.record_steps()
         if not self.is_done or position.within == self.steps:
-            if source is not None:
+            if source is not None and self.checks.ledger is not None:
                 seen = position.within * source.plan.global_size
-                self.checks.end_epoch(position.epochs, min(seen, source.samples or 0))
+                self.checks.ledger.end_epoch(position.epochs, min(seen, source.samples or 0))
             position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
             self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])

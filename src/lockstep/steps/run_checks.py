@@ -8,12 +8,11 @@ from typing import Any
 
 from ..checkpoint import resume
 from ..checks import pages
-from ..checks.ledger import CLAIM, Ledger
+from ..checks.ledger import Ledger
 from ..checks.replicas import ReplicaCheck
 from ..config.schema import RunConfig
-from ..errors import ProofError, RequestError, counted
-from ..record import checks as proof
-from ..record.checks import Check
+from ..errors import RequestError
+from ..record.checks import by_name
 from ..runs import folders
 from .prepared import Prepared
 
@@ -37,46 +36,11 @@ class RunChecks:
                 self.ledger = Ledger(path, world, samples=samples, steps_per_epoch=steps, **known)
         elif config.proof.ledger:
             raise RequestError("--ledger counts the samples of an epoch, and nobody tells how many these data have.")
-        self._evaluations, self._short = 0, ""
-
-    def end_epoch(self, epoch: int, expected: int) -> None:
-        """Raise `ProofError` unless the epoch held each of `expected` samples once (*collective*)."""
-        if self.ledger is not None:
-            self._ask(self.ledger.close_epoch(epoch, expected), "Not each sample was trained on exactly once")
-
-    def end_evaluation(self, epoch: int, step: int, samples: int) -> None:
-        """Raise `ProofError` unless each of `samples` was evaluated once (*collective*). `step` is the last one."""
-        if self.ledger is not None:
-            self._evaluations += 1
-            finding = self.ledger.flush_evaluation(epoch, step, samples)
-            self._ask(finding, "The evaluation did not take each sample exactly once, as planned")
-
-    def _ask(self, finding: str | None, wrong: str) -> None:
-        if finding:
-            self._short = finding
-            raise ProofError(
-                f"{wrong}, by {pages.NAME}: {finding}. The data's order or its loader differs from rank to rank; "
-                "lockstep verify run tells where."
-            )
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Return the checks' outcomes so far, as "proof" in summary.json."""
-        checks, ledger = [self.replicas.proof()], self.ledger
-        if ledger is not None:
-            judged = ledger.whole_epochs + self._evaluations
-            epochs, evaluations = counted(ledger.whole_epochs, "whole epoch"), counted(self._evaluations, "evaluation")
-            lost = f"; {ledger.waiting} pages could not be written ({ledger.trouble})" if ledger.waiting else ""
-            ours = Check(
-                name="ledger",
-                claim=CLAIM,
-                outcome=Check.FAILS if self._short else Check.HOLDS if judged else Check.OPEN,
-                times=judged,
-                tolerance="exactly",
-                found=f"{self._short or f'{epochs} and {evaluations} were asked'}{lost}",
-                cost_s=ledger.cost_s,
-            )
-            checks.append(ours)
-        return proof.by_name(checks)
+        checks = [self.replicas, *([] if self.ledger is None else [self.ledger])]
+        return by_name(each.proof() for each in checks)
 
 
 def _taken_up(path: Path, config: RunConfig, step: int) -> bool:

@@ -150,6 +150,8 @@ class World:
     def ragged(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's `tensor` in rank order (*collective*). Each is (n, …); n may differ."""
         lengths: list[int] = self.stack(torch.tensor(len(tensor))).tolist()
+        if not any(lengths):
+            return [tensor] * self.size
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         return [each[:length] for each, length in zip(self.stack(padded), lengths, strict=True)]
