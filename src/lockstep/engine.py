@@ -24,7 +24,7 @@ from .sessions.scoring import Classifier
 from .sessions.session import Session
 from .steps.job import assemble
 from .steps.prepared import Source
-from .training.optim import Average, Optimizers
+from .training.optim import Optimizers
 from .world.world import World
 
 
@@ -35,7 +35,6 @@ class Task(Protocol):
     optimizer: Optimizers
     lr: Callable[[int], float]
     """Learning rate at an optimizer step, counted from 0."""
-    average: Average | None
 
     def begin(self) -> None:
         """Begin the session's run, and prepare the first step (*collective*)."""
@@ -64,8 +63,8 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     loaded = state or resume.load(config, world)
     job = assemble(config, world, continued=loaded)
     try:
-        run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
-        with Session(config, world, run, prepared=parts) as session:
+        run = nullcontext(Opened(config, recorder, loaded))
+        with Session(config, world, run, prepared=job) as session:
             task = Classifier(job, session)
             learn(task, session, config)
         world.progress.enter("")  # not after an error, whose report names the phase
@@ -99,6 +98,6 @@ def train_share(task: Task, session: Session, batch: Any, clip: float | None) ->
     measure = session.loop.meter.ends_interval  # a norm costs more than some tiny steps
     norm = session.precision.step(task.optimizer.each, clip=clip, measure=measure)
     task.optimizer.zero_grad()
-    if task.average is not None:
-        task.average.update()
+    if (average := session.prepared.average) is not None:
+        average.update()
     session.stepped(lr, norm, last)
