@@ -77,8 +77,7 @@ class Steps:
         self.source: Source = batches.shared
         taken = start.load(config.model, self._model, session.world) if session.loop.state is None else None
         self._lines = [*(taken.lines() if taken else []), *start.reached(self._model, config)]
-        self.optimizer = optim.build(self._model, config.optim)
-        session.prepared.optimizers.extend(self.optimizer.each)
+        session.prepared.optimizers += optim.build(self._model, config.optim)
         how = (session.device, session.precision.cast, False)
         self._probe([moved(collate(part), *how) for part in (first, first[:1], first[1:]) if part])
         steps = self.source.steps()

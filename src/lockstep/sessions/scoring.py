@@ -41,7 +41,7 @@ class Classifier:
 
     def __init__(self, job: Job, session: Session) -> None:
         self.source: Source = job
-        self.optimizer, self.lr = job.optimizer, job.lr
+        self.lr = job.lr
         self.result: RunResult | None = None  # once the run has ended
         self._job, self._loop = job, session.loop
 

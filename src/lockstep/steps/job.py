@@ -28,7 +28,7 @@ from ..strategies import base as strategies
 from ..strategies.base import Strategy
 from ..training import losses, optim
 from ..training.losses import LossFunction
-from ..training.optim import Average, Optimizers
+from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
@@ -49,7 +49,6 @@ class Job(Prepared):
     """The strategy's wrapper of `model`, to call in its place."""
     plan: BatchPlan
     data: Splits
-    optimizer: Optimizers
     lr: Callable[[int], float]
     loss_fn: LossFunction
     taken: Taken | None  # source of a new run's weights, if not the seed alone
@@ -163,18 +162,17 @@ def assemble(
     if config.precision.compile:
         model.compile()
     replica = strategy.wrap(model)
-    optimizer = optim.build(model, config.optim)  # of the parameters that the strategy left there
+    optimizers = optim.build(model, config.optim)  # of the parameters that the strategy left there
     # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
     seed_all(config.seed, world.rank, devices=strategy.devices)
     return Job(
-        *(config, world, precision, {"model": model}, list(optimizer.each)),
+        *(config, world, precision, {"model": model}, optimizers),
         strategy=strategy,
         replica=replica,
         average=None if config.optim.ema is None else Average(model, config.optim.ema),
         batchnorm=batchnorm,
         plan=plan,
         data=data,
-        optimizer=optimizer,
         lr=optim.rate(config, plan.global_size, steps),
         loss_fn=loss_fn,
         taken=taken,
