@@ -14,6 +14,7 @@ from lockstep import RunConfig, World, override, train
 from lockstep.record.base import Recorder
 from lockstep.record.jsonl import JsonLines
 from lockstep.steps.job import Job
+from lockstep.training.optim import zero_grad
 
 
 class Marks(Recorder):
@@ -100,9 +101,10 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
         begin_s = time.perf_counter()
         for _ in range(steps):
             job.train_step(size, next(batches))
-            job.precision.unscale(job.optimizer.parameters)
-            job.precision.step(job.optimizer.each, clip=None)
-            job.optimizer.zero_grad()
+            job.precision.unscale(job.model.parameters())
+            job.precision.step(job.optimizers, clip=None)
+            for each in job.optimizers:
+                zero_grad(each)
         return time.perf_counter() - begin_s
 
     return run

@@ -111,7 +111,7 @@ def passes_over(device: torch.device) -> tuple[dict[str, Callable[[], object]], 
     """Return what reads ResNet-50's parameters and momentum on `device` once, by name, and how many bytes those are."""
     config = configured(model="torchvision.resnet50", classes=1000, data="fake", image_size=64, batch=8)
     job = assemble(config, World.alone(device))
-    held = list(job.prepared().replicated().values())
+    held = list(job.replicated().values())
     words = [each for each in map(_words, held) if len(each)]  # of one number alone nothing is left
     whole = torch.cat(words)  # in one piece: on a GPU a call on each would take longer than the reading
     passes: dict[str, Callable[[], object]] = {

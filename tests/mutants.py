@@ -102,12 +102,12 @@ gradients are exchanged a micro-batch too early: sessions/session.py
 the gradient is clipped before the last micro-batch is in it: engine.py
 - if not session.is_last:
 + if clip and not session.is_last:
-+         __import__("torch").nn.utils.clip_grad_norm_(task.optimizer.parameters, clip)
++         __import__("torch").nn.utils.clip_grad_norm_(session.prepared.models["model"].parameters(), clip)
 +     if not session.is_last:
 the average moves at every micro-batch: engine.py
 - if not session.is_last:
-+ if task.average is not None and not session.is_last:
-+         task.average.update()
++ if session.prepared.average is not None and not session.is_last:
++         session.prepared.average.update()
 +     if not session.is_last:
 = unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled
 only the first optimizer's gradients are clipped: training/precision.py

@@ -15,8 +15,8 @@ from lockstep.steps.job import Job
 
 def steps(job: Job) -> Generator[None, None, None]:
     """Train as `lockstep train` does, without its scores; yield after each optimizer step, before its metrics."""
-    run, parts = nullcontext(Opened(job.config, Nothing(), None)), job.prepared()
-    with Session(job.config, job.world, run, prepared=parts) as session:
+    run = nullcontext(Opened(job.config, Nothing(), None))
+    with Session(job.config, job.world, run, prepared=job) as session:
         task = Classifier(job, session)
         for _ in session.epochs(job.config.epochs):
             for batch in session.batches(job):

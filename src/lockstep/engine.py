@@ -24,18 +24,16 @@ from .sessions.scoring import Classifier
 from .sessions.session import Session
 from .steps.job import assemble
 from .steps.prepared import Source
-from .training.optim import Average, Optimizers
+from .training.optim import set_lr, zero_grad
 from .world.world import World
 
 
 class Task(Protocol):
-    """Training task: data source, optimizer, loss and evaluation."""
+    """Training task: data source, learning rate, loss and evaluation."""
 
     source: Source
-    optimizer: Optimizers
     lr: Callable[[int], float]
     """Learning rate at an optimizer step, counted from 0."""
-    average: Average | None
 
     def begin(self) -> None:
         """Begin the session's run, and prepare the first step (*collective*)."""
@@ -64,8 +62,8 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     loaded = state or resume.load(config, world)
     job = assemble(config, world, continued=loaded)
     try:
-        run, parts = nullcontext(Opened(config, recorder, loaded)), job.prepared()
-        with Session(config, world, run, prepared=parts) as session:
+        run = nullcontext(Opened(config, recorder, loaded))
+        with Session(config, world, run, prepared=job) as session:
             task = Classifier(job, session)
             learn(task, session, config)
         world.progress.enter("")  # not after an error, whose report names the phase
@@ -93,12 +91,13 @@ def train_share(task: Task, session: Session, batch: Any, clip: float | None) ->
     session.backward_sum(loss, weight)
     if not session.is_last:
         return
-    lr = task.lr(session.step)
-    task.optimizer.set_lr(lr)
+    optimizers, lr = session.prepared.optimizers, task.lr(session.step)
+    set_lr(optimizers, lr)
     progress.enter("step")
     measure = session.loop.meter.ends_interval  # a norm costs more than some tiny steps
-    norm = session.precision.step(task.optimizer.each, clip=clip, measure=measure)
-    task.optimizer.zero_grad()
-    if task.average is not None:
-        task.average.update()
+    norm = session.precision.step(optimizers, clip=clip, measure=measure)
+    for each in optimizers:
+        zero_grad(each)
+    if (average := session.prepared.average) is not None:
+        average.update()
     session.stepped(lr, norm, last)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from . import user_code
-from .checkpoint.state import load_model
 from .config import registry
 from .config.schema import RunConfig
 from .data import users
@@ -27,12 +26,10 @@ from .models import table as models_table
 from .models.modes import evaluating
 from .record.console import Terminal
 from .runs.run import opened
-from .sessions.scoring import best_of
 from .sessions.session import Session
 from .steps import start
 from .steps.prepared import Source
 from .training import losses, optim
-from .training.optim import Average
 from .world.random_state import kept, seed_all
 from .world.world import World
 
@@ -62,8 +59,6 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
 class Steps:
     """Task of a user's own training step (see `engine.Task`)."""
 
-    average: Average | None = None
-
     def __init__(self, config: RunConfig, session: Session) -> None:
         """Build data and model, and check the step (*collective*)."""
         self.scores: dict[str, float] = {}  # the last ones
@@ -82,8 +77,7 @@ class Steps:
         self.source: Source = batches.shared
         taken = start.load(config.model, self._model, session.world) if session.loop.state is None else None
         self._lines = [*(taken.lines() if taken else []), *start.reached(self._model, config)]
-        self.optimizer = optim.build(self._model, config.optim)
-        session.prepared.optimizers.extend(self.optimizer.each)
+        session.prepared.optimizers += optim.build(self._model, config.optim)
         how = (session.device, session.precision.cast, False)
         self._probe([moved(collate(part), *how) for part in (first, first[:1], first[1:]) if part])
         steps = self.source.steps()
@@ -120,8 +114,7 @@ class Steps:
         loop, found = self._session.loop, dict[str, float]()
         if self._tested is not None:
             found = self._scored(self._tested, "test")
-            if loop.position.stale and (best := best_of(loop.config, self._session.world, loop.position)) is not None:
-                load_model(self._model, best.part("model"))
+            if loop.position.stale and loop.load_best() is not None:
                 found |= self._scored(self._tested, "test_best")
             self._session.log(**found)
             self._show("at the end", found)

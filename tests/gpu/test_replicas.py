@@ -56,14 +56,14 @@ def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -
     with joined() as alone:
         job = _on_gpu(alone, "ddp", max_steps=1, **options)
         next(steps(job))  # an optimizer has a state after its first step
-        tensors = job.prepared().replicated()
+        tensors = job.replicated()
         assert any(name.startswith("optimizer/") for name in tensors)
         facts(tensors, alone.device)  # what is made once
         torch.cuda.synchronize()
         with never_waits(), NoReading():
             facts(tensors, alone.device)
         # It does all that it does among several ranks.
-        check = ReplicaCheck(doubled(alone), job.prepared().replicated, 1)
+        check = ReplicaCheck(doubled(alone), job.replicated, 1)
         for step in (1, 2):
             check.check(step, 0.1)
         assert (check.checks, check.agreed_at) == (2, 2)
@@ -84,7 +84,7 @@ def test_copies_on_other_gpus_are_the_same_bits_or_are_named() -> None:
             copies[0]["model/classifier.weight"].view(-1).view(torch.int32)[5] ^= 1 << 7
         return copies
 
-    check = ReplicaCheck(world, job.prepared().replicated, 1, copies=copied)
+    check = ReplicaCheck(world, job.replicated, 1, copies=copied)
     check.check(1, 0.1)
     ruined = True
     with pytest.raises(ProofError, match=r"copy on cuda:1 differs from its own weights in model/classifier.weight"):

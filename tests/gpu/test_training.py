@@ -128,9 +128,10 @@ def test_a_first_step_whose_fp16_gradients_overflow_changes_nothing(cuda: World,
 
     def step(factor: float) -> None:
         precision.backward((model.weight * factor).sum())
-        precision.unscale(optimizers.parameters)
-        precision.step(optimizers.each, clip=1.0)
-        optimizers.zero_grad()
+        precision.unscale(model.parameters())
+        precision.step(optimizers, clip=1.0)
+        for each in optimizers:
+            optim.zero_grad(each)
 
     held = model.weight.detach().clone()
     step(3e38)

@@ -79,11 +79,11 @@ def _ruined(world: World, name: str, ranks: tuple[int, ...], every: int, flips: 
     """Train six steps; ruin a tensor on some ranks after the fourth; return what a check says of it."""
     torch.set_num_threads(1)
     job = assemble(override(RunConfig(), **TRAINED | {"verify_every": 0} | options), world)
-    check = ReplicaCheck(world, job.prepared().replicated, every)
+    check = ReplicaCheck(world, job.replicated, every)
     try:
         for step, _ in zip(range(1, 7), steps(job), strict=False):
             if step == 4 and world.rank in ranks:
-                _ruin(job.prepared().replicated()[name], flips)
+                _ruin(job.replicated()[name], flips)
             if check.due(step):
                 check.check(step, 0.1)
     except (ProofError, RunError) as error:

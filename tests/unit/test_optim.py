@@ -59,10 +59,10 @@ def test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_a
     frozen = model.get_parameter("0.weight").requires_grad_(False)
     for name in ("sgd", "adamw", "muon"):
         optimizers = optim.build(model, _config(optimizer=name, lr=0.5, weight_decay=0.25))
-        groups = [group for each in optimizers.each for group in each.param_groups]
+        groups = [group for each in optimizers for group in each.param_groups]
         held = [id(item) for group in groups for item in group["params"]]
         assert sorted(held) == sorted({id(item) for item in model.parameters()} - {id(frozen)})
-        optimizers.set_lr(0.125)
+        optim.set_lr(optimizers, 0.125)
         assert {(group["lr"], group["weight_decay"]) for group in groups} == {(0.125, 0.25)}
     assert [{item.ndim for item in group["params"]} for group in groups] == [{2}, {1}]
     with pytest.raises(RequestError, match="needs matrices"):

@@ -103,18 +103,19 @@ class _Training:
 
     def gradients(self, seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return [torch.randn(item.shape, generator=generator) for item in self.optimizers.parameters]
+        return [torch.randn(item.shape, generator=generator) for item in self.model.parameters()]
 
     def step(self, gradients: list[Tensor]) -> None:
-        pairs = zip(self.optimizers.parameters, gradients, strict=True)
+        pairs = zip(self.model.parameters(), gradients, strict=True)
         self.precision.backward(torch.stack([(item * each).sum() for item, each in pairs]).sum())
         with NoReading():
-            self.precision.unscale(self.optimizers.parameters)
-            self.precision.step(self.optimizers.each, clip=1e9)
-        self.optimizers.zero_grad()
+            self.precision.unscale(self.model.parameters())
+            self.precision.step(self.optimizers, clip=1e9)
+        for each in self.optimizers:
+            optim.zero_grad(each)
 
     def bits(self) -> dict[str, bytes]:
-        tensors = model_tensors(self.model) | optimizer_state(self.model, self.optimizers.each).tensors
+        tensors = model_tensors(self.model) | optimizer_state(self.model, self.optimizers).tensors
         return {name: held.detach().numpy().tobytes() for name, held in tensors.items()}
 
 

@@ -216,8 +216,8 @@ def test_a_parameters_rate_is_the_schedules_times_its_factor(name: str) -> None:
     model = net()
     scales = ["classifier.weight=10", "classifier.*=3", "*.residual.*=0.1"]
     built = optim.build(model, override(RunConfig(), optimizer=name, lr_scale=scales).optim)
-    built.set_lr(0.5)
-    rates = {id(each): group["lr"] for one in built.each for group in one.param_groups for each in group["params"]}
+    optim.set_lr(built, 0.5)
+    rates = {id(each): group["lr"] for one in built for group in one.param_groups for each in group["params"]}
     for named, each in model.named_parameters():
         factor = {"classifier.weight": 10, "classifier.bias": 3}.get(named, 0.1 if ".residual." in named else 1)
         assert rates.pop(id(each)) == 0.5 * factor

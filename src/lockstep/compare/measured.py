@@ -200,7 +200,7 @@ def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dic
     peak = telemetry.peak_memory_bytes()
     # Replicas in threads are not counted: the counter belongs to this one.
     flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
-    rate = _matrix_rate(world.device, loop.precision.name)  # by all ranks at the same time
+    rate = _matrix_rate(world.device, loop.prepared.precision.name)  # by all ranks at the same time
     numbers = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
     own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
     cpu_s, joules, gpus_busy, host, device, flops, rate = world.sum(own).tolist()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from .. import _torch
 from ..data.share import SharedLoader
+from ..training.optim import zero_grad
 from ..training.precision import Precision
 from ..world.world import World
 
@@ -55,17 +56,7 @@ def step_by(optimizer: Optimizer, by: Callable[[Optimizer, Callable[[], Any], An
     # A bound method of the object: schedules rebind the `step` that they find, and look for their own mark.
     optimizer.step = types.MethodType(functools.update_wrapper(step, own), optimizer)  # type: ignore[method-assign]
     if type(optimizer).zero_grad is Optimizer.zero_grad:
-        optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
-
-
-def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """Zero gradients without torch's profiler range. The range costs more than the work."""
-    if not set_to_none:
-        Optimizer.zero_grad(optimizer, set_to_none=False)
-        return
-    for group in optimizer.param_groups:
-        for each in group["params"]:
-            each.grad = None
+        optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
 class Loader:

@@ -13,18 +13,16 @@ from torch import Tensor
 
 from .. import user_code
 from ..checkpoint import resume
-from ..checkpoint.state import State, load_model
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError
-from ..files import check_own, own_folder, shown, understanding, write_json, write_whole
+from ..files import check_own, own_folder, shown, write_json, write_whole
 from ..models.modes import evaluating
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
 from ..steps import report
 from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
-from ..steps.position import Position
 from ..steps.prepared import Source
 from ..training import losses
 from ..world.world import World
@@ -43,7 +41,7 @@ class Classifier:
 
     def __init__(self, job: Job, session: Session) -> None:
         self.source: Source = job
-        self.optimizer, self.lr, self.average = job.optimizer, job.lr, job.average
+        self.lr = job.lr
         self.result: RunResult | None = None  # once the run has ended
         self._job, self._loop = job, session.loop
 
@@ -123,10 +121,8 @@ class Classifier:
         if job.data.validation is not None:
             test = best = self._test("last", position.step)
             if position.stale:
-                state = best_of(job.config, job.world, position)
-                if state is not None:
-                    restore_model(job, state)
-                best = {} if state is None else self._test("best", state.meta["step"])
+                step = loop.load_best()
+                best = {} if step is None else self._test("best", step)
         peak = meter.telemetry.peak_memory_bytes()
         own = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
         host, device = job.world.sum(own).tolist()
@@ -153,34 +149,12 @@ class Classifier:
 
 def scored(job: Job, source: Data, **how: Any) -> Scores | None:
     """Return `evaluate`'s scores of the job's model or average (*collective*)."""
-    models = [job.model] if job.average is None else [job.model, job.average.module]
+    models = list(job.groups.values())
     for model in models:
         job.strategy.agree_on_buffers(model)
     how |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
     batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
     return evaluate(models[-1], source, job.world, batch=batch, **how)
-
-
-def restore_model(job: Job, loaded: State) -> None:
-    """Load a state's weights into the model and average. For evaluation alone."""
-    with understanding(loaded.origin or Path("the checkpoint")):
-        load_model(job.model, loaded.part("model"))
-        if job.average is not None:
-            load_model(job.average.module, loaded.part("ema"))
-
-
-def best_of(config: RunConfig, world: World, position: Position) -> State | None:
-    """Return the best checkpoint; None unless every rank has it (*collective*)."""
-    folder = config.record.output
-    if folder is None:
-        return None
-    asked = dataclasses.replace(config.checkpoint, resume=str(folder / "checkpoints" / "best"))
-    with contextlib.suppress(RequestError):
-        state = resume.load(dataclasses.replace(config, checkpoint=asked), world)
-        # A disk that was full may have left out the best.
-        if state is not None and (state.meta["scores"] or {}).get("top1") == position.best_top1:
-            return state
-    return None
 
 
 def evaluate_checkpoint(
@@ -209,7 +183,7 @@ def evaluate_checkpoint(
                 f"--split validation: --data {config.data.name} has no validation set, and the run held none out "
                 "(--holdout); give --split test or --split train."
             )
-        restore_model(job, loaded)
+        job.load_weights(loaded)
         own: list[Tensor] = []
         scores = scored(job, source, predictions=own)
         assert scores is not None, "nobody stops it"

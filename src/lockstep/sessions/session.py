@@ -67,11 +67,11 @@ class Session:
         `prepared` is a job's, whose gradients a strategy exchanges.
         """
         self.world, self.device = world, world.device
-        self.precision = Precision.of(config.precision, world.device)
+        self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
-        self.prepared = prepared or Prepared(ours.config, world)
-        self.loop = Loop(ours, self.prepared, self.precision)
+        self.prepared = prepared or Prepared(ours.config, world, self.precision)
+        self.loop = Loop(ours, self.prepared)
         self._held.callback(self.loop.close)
         self._batch = GlobalBatch(world, self.precision)
         self._loaders: list[SharedLoader] = []

@@ -28,7 +28,7 @@ from ..strategies import base as strategies
 from ..strategies.base import Strategy
 from ..training import losses, optim
 from ..training.losses import LossFunction
-from ..training.optim import Average, Optimizers
+from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
@@ -40,34 +40,31 @@ if TYPE_CHECKING:
     from ..data.source import Splits
 
 
-@dataclass(frozen=True)
-class Job:
-    """Parts of a classifier's training job. `model` is the user's module, `replica` the strategy's wrapper."""
+@dataclass(kw_only=True)
+class Job(Prepared):
+    """A classifier's training job: a session's parts, its data and its loss. It is the source of its batches."""
 
-    config: RunConfig
-    world: World
+    strategy: Strategy
+    replica: nn.Module
+    """The strategy's wrapper of `model`, to call in its place."""
     plan: BatchPlan
     data: Splits
-    strategy: Strategy
-    precision: Precision
-    model: nn.Module
-    replica: nn.Module
-    optimizer: Optimizers
     lr: Callable[[int], float]
-    average: Average | None
     loss_fn: LossFunction
-    batchnorm: str  # sync, local or none
     taken: Taken | None  # source of a new run's weights, if not the seed alone
+
+    def __post_init__(self) -> None:
+        self.source = self
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module."""
+        return self.models["model"]
 
     @property
     def samples(self) -> int:
         """Samples in the training set."""
         return len(self.data.train)
-
-    @property
-    def replicas(self) -> int:
-        """Number of model replicas: one per device of each rank."""
-        return self.world.size * len(self.strategy.devices)
 
     def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss, and the logits. x is (n, …), y (n,); n may be 0."""
@@ -82,17 +79,6 @@ class Job:
             with self.strategy.sync_on(self.replica, last=number == len(given)):
                 loss, _ = self.loss(x, y)
             self.precision.backward(loss, self.strategy.averages_over / count)
-
-    def prepared(self) -> Prepared:
-        """Return the parts as a session's `Prepared`."""
-        return Prepared(
-            *(self.config, self.world, {"model": self.model}, list(self.optimizer.each)),
-            strategy=self.strategy,
-            replica=self.replica,
-            average=self.average,
-            batchnorm=self.batchnorm,
-            source=self,
-        )
 
     def steps(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -176,15 +162,19 @@ def assemble(
     if config.precision.compile:
         model.compile()
     replica = strategy.wrap(model)
-    optimizer = optim.build(model, config.optim)  # of the parameters that the strategy left there
+    optimizers = optim.build(model, config.optim)  # of the parameters that the strategy left there
     # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
     seed_all(config.seed, world.rank, devices=strategy.devices)
     return Job(
-        *(config, world, plan, data, strategy, precision, model, replica, optimizer),
-        lr=optim.rate(config, plan.global_size, steps),
+        *(config, world, precision, {"model": model}, optimizers),
+        strategy=strategy,
+        replica=replica,
         average=None if config.optim.ema is None else Average(model, config.optim.ema),
-        loss_fn=loss_fn,
         batchnorm=batchnorm,
+        plan=plan,
+        data=data,
+        lr=optim.rate(config, plan.global_size, steps),
+        loss_fn=loss_fn,
         taken=taken,
     )
 

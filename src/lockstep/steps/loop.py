@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint.resume import identity
+from ..checkpoint import resume
 from ..checkpoint.state import State
 from ..checks.pages import Indices
 from ..errors import RequestError, RunError, Stopped, ranks_named
@@ -22,7 +22,6 @@ from ..monitor.signals import StopRequest
 from ..record.result import Scores
 from ..runs.folders import unwritable
 from ..runs.run import Opened
-from ..training.precision import Precision
 from ..world.random_state import load_generators, save_generators, seed_all
 from .meter import Meter
 from .position import Position
@@ -35,11 +34,11 @@ from .saving import Saver
 class Loop:
     """Position and records of one run."""
 
-    def __init__(self, run: Opened, prepared: Prepared, precision: Precision) -> None:
+    def __init__(self, run: Opened, prepared: Prepared) -> None:
         """Open the checkpoints of the run's folder, if any."""
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
-        self.prepared, self.precision, self.position = prepared, precision, Position()
+        self.prepared, self.position = prepared, Position()
         sums = prepared.strategy is not None
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
         self.stop = StopRequest(quiet=not world.is_main)
@@ -245,6 +244,21 @@ class Loop:
         of = f" of {self.total_steps}" if self.total_steps else ""
         return Stopped(f"Stopped on request at step {step}{of}{ending}")
 
+    def load_best(self) -> int | None:
+        """Load the weights of the best checkpoint; return its step (*collective*). None unless every rank has it."""
+        if self.folder is None:
+            return None
+        best = str(self.folder / "checkpoints" / "best")
+        asked = dataclasses.replace(self.config.checkpoint, resume=best)
+        state: State | None = None
+        with contextlib.suppress(RequestError):
+            state = resume.load(dataclasses.replace(self.config, checkpoint=asked), self._world)
+        # A disk that was full may have left out the best.
+        if state is None or (state.meta["scores"] or {}).get("top1") != self.position.best_top1:
+            return None
+        self.prepared.load_weights(state)
+        return int(state.meta["step"])
+
     def finish(self) -> None:
         """End a loop that has begun, once (*collective*). Waits for the last checkpoint and records the result."""
         if not self.has_begun or self.is_finished:
@@ -301,9 +315,9 @@ class Loop:
         meta |= state.meta | {
             "planned_epochs": self.epochs,
             "ranks": self._world.size,
-            "scaler": self.precision.state(),
+            "scaler": self.prepared.precision.state(),
             "generators": save_generators(self._world, self.prepared.devices),
-            "config": identity(self.config),
+            "config": resume.identity(self.config),
         }
         return State(state.tensors, meta)
 
@@ -318,7 +332,7 @@ class Loop:
             raise RequestError("A run can be continued where its loop goes over session.epochs(…): this one does not.")
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
-            self.precision.load_state(state.meta["scaler"])
+            self.prepared.precision.load_state(state.meta["scaler"])
             self.position = Position.of(state.meta, self.steps)
             self.resumed_at = self.position.within
             self._train_s = -self.position.partial_s

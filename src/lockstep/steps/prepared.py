@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +20,11 @@ from ..checks import finite
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError
-from ..files import shown
+from ..files import shown, understanding
 from ..nn import sync_batchnorm
 from ..strategies.base import Strategy
 from ..training.optim import Average
+from ..training.precision import Precision
 from ..world.world import World
 
 _OWN = "own"  # the group of the tensors in the states of schedules and of the user's own objects
@@ -50,6 +52,7 @@ class Prepared:
 
     config: RunConfig
     world: World
+    precision: Precision
     models: dict[str, nn.Module] = field(default_factory=dict)
     """By the name of their group of tensors: model, model_2, …"""
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -80,7 +83,8 @@ class Prepared:
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
     @property
-    def _groups(self) -> dict[str, nn.Module]:
+    def groups(self) -> dict[str, nn.Module]:
+        """The models and the average, by the name of their group of tensors."""
         return self.models if self.average is None else self.models | {"ema": self.average.module}
 
     def begin(self) -> None:
@@ -112,11 +116,11 @@ class Prepared:
                 optimizer.load_state_dict(optimizer.state_dict())
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, model in self._groups.items():
+        for name, model in self.groups.items():
             yield from ((f"{name}/{key}", held) for key, held in model.named_parameters())
 
     def _statistics(self) -> Iterator[tuple[str, Tensor]]:
-        for name, model in self._groups.items():
+        for name, model in self.groups.items():
             yield from ((f"{name}/{key}", held) for key, held in sync_batchnorm.statistics(model).items())
 
     def replicated(self) -> dict[str, Tensor]:
@@ -148,7 +152,7 @@ class Prepared:
             raise finite.error(step, names, self.remedy())
         held = optimizer_state(self._all, self.optimizers)
         tensors = dict(held.tensors)
-        for name, model in self._groups.items():
+        for name, model in self.groups.items():
             tensors |= model_tensors(model, under=name)
         meta = held.meta | self._facts()
         if self.strategy is None:  # else settings follow from the config and the step
@@ -167,13 +171,18 @@ class Prepared:
             whose = "lockstep train" if is_own else "a loop or a step of your own"
             raise RequestError(f"{shown(state.origin)} is a checkpoint of {whose}, which this run cannot go on from.")
         self._check_shares(state)
-        for name, model in self._groups.items():
-            load_model(model, state.part(name))
+        self.load_weights(state)
         if is_own:
             self._check_parts(state)
         load_optimizer(self._all, self.optimizers, state)
         if is_own:
             self._load_settings(state)
+
+    def load_weights(self, state: State) -> None:
+        """Load a state's models and average alone. Raises `RequestError` for a misfit."""
+        with understanding(state.origin or Path("the checkpoint")):
+            for name, model in self.groups.items():
+                load_model(model, state.part(name))
 
     def _check_shares(self, state: State) -> None:
         """Raise `RequestError` where sample order or batch statistics would change."""

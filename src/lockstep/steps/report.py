@@ -29,7 +29,7 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         "launcher": config.parallel.launcher,
         "accelerator": world.device.type,
         "devices": prepared.replicas,
-        "precision": loop.precision.name,
+        "precision": prepared.precision.name,
         "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
         "batchnorm": prepared.batchnorm,
         "accumulate": 1 if source is None else source.plan.accumulation,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,26 +24,6 @@ from ..errors import RequestError
 _SCALE = "lr_scale"  # a parameter group's own factor on the learning rate, among its settings
 Schedule = Callable[[int], float]
 """The learning rate, or the factor on its peak, at an optimizer step, counted from 0."""
-
-
-@dataclass(frozen=True)
-class Optimizers:
-    """Torch optimizers that step together, each over its own parameters."""
-
-    each: tuple[Optimizer, ...]
-    parameters: tuple[nn.Parameter, ...]
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter: `lr`, times its own factor."""
-        for one in self.each:
-            for group in one.param_groups:
-                group["lr"] = lr * group[_SCALE]
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        # Optimizer.zero_grad does the same within a profiler's range, which costs more than the work itself.
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 class Average:
@@ -68,8 +47,8 @@ class Average:
             _torch.foreach_copy_(self._our_buffers, self._their_buffers)
 
 
-def build(model: nn.Module, config: OptimConfig) -> Optimizers:
-    """Return the configured optimizer over the parameters of `model` that train.
+def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
+    """Return the configured optimizers over the parameters of `model` that train.
 
     torch's Muon is defined for matrices alone: AdamW has the rest, and one --lr serves both.
     """
@@ -103,7 +82,24 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
         each.append(sgd)
     elif rest:
         each.append(torch.optim.AdamW(grouped(rest), **common, fused=True))
-    return Optimizers(tuple(each), tuple(parameters))
+    return each
+
+
+def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
+    """Set the learning rate of every parameter in optimizers of `build`: `lr`, times its own factor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group[_SCALE]
+
+
+def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Zero gradients without torch's profiler range. The range costs more than the work."""
+    if not set_to_none:
+        Optimizer.zero_grad(optimizer, set_to_none=False)
+        return
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = None
 
 
 def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list[nn.Parameter]]]:
