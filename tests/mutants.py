@@ -137,8 +137,8 @@ BatchNorm stays local: nn/sync_batchnorm.py
 - for norm in plain.values():
 + for norm in ():
 the running variance is the biased one: nn/sync_batchnorm.py
-- as_tensor(var * (count / (count - 1)))
-+ as_tensor(var)
+- found = mean, var, var * (count / (count - 1))
++ found = mean, var, var
 BatchNorm's backward pass forgets the other ranks: nn/sync_batchnorm.py
 - kernels.summed(ctx.layer.world, dot, total)
 + ctx.layer.world.size * kernels.summed(World.alone(), dot, total)

@@ -266,15 +266,19 @@ def _counted() -> Iterator[dict[str, int]]:
     counts = {"bytes": 0, "flops": 0}
 
     def counting(exchange: Any) -> Any:
-        def run(world: World, tensor: torch.Tensor) -> torch.Tensor:
-            counts["bytes"] += tensor.nbytes
-            found: torch.Tensor = exchange(world, tensor)
+        def run(world: World, *parts: Any) -> Any:
+            before = counts["bytes"]
+            found = exchange(world, *parts)
+            # By their own bytes in float64, or as a tensor's, which an exchange of numbers may become.
+            counts["bytes"] = before + (8 * sum(map(len, parts)) if exchange is numbers else parts[0].nbytes)
             return found
 
         return run
 
+    numbers = World.numbers
+
     with contextlib.ExitStack() as stack:
-        for name in ("sum_", "stack"):  # by which all other exchanges go
+        for name in ("sum_", "stack", "numbers"):  # by which all other exchanges go
             stack.enter_context(mock.patch.object(World, name, counting(getattr(World, name))))
         counter = stack.enter_context(FlopCounterMode(display=False))
         yield counts

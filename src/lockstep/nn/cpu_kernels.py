@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,14 +24,15 @@ FOLD = 16
 """Pixels shown as one: with as many, any number of channels fills whole vectors and cache lines (16 float32)."""
 
 
-def exchange(world: World, *parts: Tensor) -> Any:
-    """Return every rank's `parts` as a row of float64 (*collective*)."""
-    return world.numbers(*(each.numpy() for each in parts))  # arrays: what follows is many operations on few numbers
+def exchange(world: World, mean: Tensor, var: Tensor, count: int) -> Any:
+    """Return every rank's statistics as a row of float64 (*collective*)."""
+    # Arrays: what follows is many operations on few numbers.
+    return world.numbers(mean.numpy(), var.numpy(), np.array([count]))
 
 
 def summed(world: World, dot: Tensor, total: Tensor) -> Any:
     """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
-    return exchange(world, dot, total).sum(0)
+    return world.numbers(dot.numpy(), total.numpy()).sum(0)
 
 
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

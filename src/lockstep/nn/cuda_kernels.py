@@ -20,9 +20,11 @@ def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     return x.contiguous(memory_format=order)
 
 
-def exchange(world: World, *parts: Tensor) -> Tensor:
-    """Return every rank's `parts` as a row of float64 (*collective*)."""
-    return world.stack(torch.cat([each.double() for each in parts]))
+def exchange(world: World, mean: Tensor, var: Tensor, count: int) -> Tensor:
+    """Return every rank's statistics as a row of float64 (*collective*)."""
+    # `full` fills on the device; a tensor made of a number would be copied from the host, which waits for that.
+    own_count = torch.full((1,), count, dtype=torch.float64, device=mean.device)
+    return world.stack(torch.cat([mean.double(), var.double(), own_count]))
 
 
 def summed(world: World, dot: Tensor, total: Tensor) -> Tensor:

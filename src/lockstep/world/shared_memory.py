@@ -26,17 +26,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..errors import UnmatchedError
 from .topology import Topology
 
+Array = npt.NDArray[Any]
+Slots = tuple[Tensor, ...]
+"""Every rank's numbers, in rank order."""
 _SLOT_BYTES = 1 << 19
 _TURNS = 2
 _WORDS = 8  # of 64 bits, for each rank: a cache line. Word 0 is its sequence number.
 _LEFT, _KIND = 1, 2  # the words that say whether it has left, and what it exchanges, by turns
 
+_LOOKS = 100  # before a rank that waits yields its processor
 _YIELD_S = 1e-3  # before a rank that waits takes naps
 _NAP, _LONGEST_NAP_S = 0.05, 1e-3  # of the time that it has waited
 
@@ -61,10 +67,11 @@ class SharedMemory:
         slots = torch.frombuffer(mapped, dtype=torch.uint8, count=slots_bytes).view(_TURNS, size, _SLOT_BYTES)
 
         @lru_cache(1024)  # a model needs two for each size of tensor
-        def views(turn: int, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
-            return slots[turn, :, : count * dtype.itemsize].view(dtype).unbind()
+        def views(turn: int, operation: str, dtype: torch.dtype, count: int, whole: int) -> tuple[int, Slots]:
+            kind = zlib.crc32(f"{operation} {dtype} {whole}".encode())
+            return kind, slots[turn, :, : count * dtype.itemsize].view(dtype).unbind()
 
-        self._views = views
+        self._views, self._numbers = views, slots.view(torch.float64).numpy()
 
     def sum_(self, tensor: Tensor) -> None:
         """Add up `tensor` (contiguous) in rank order, in place."""
@@ -77,37 +84,56 @@ class SharedMemory:
         """Return every rank's `tensor` (contiguous): (ranks, elements)."""
         return torch.cat([torch.stack(slots) for _, slots in self._exchanged("stack", tensor)], 1)
 
+    def numbers(self, parts: Sequence[Array]) -> Array | None:
+        """Return every rank's `parts` as a row of float64: (ranks, Σn_i). None where that is more than a slot.
+
+        The array is the memory itself: read it before the next exchange, and do not write to it.
+        """
+        count = sum(map(len, parts))
+        if count * 8 > _SLOT_BYTES:
+            return None
+        rows = self._numbers[(self._sequence + 1) % _TURNS, :, :count]
+        np.concatenate(parts, out=rows[self._rank])
+        self._meet(~count)  # negative, unlike a tensor's kind
+        return rows
+
     def close(self) -> None:
         """Tell ranks that wait for this one that it has left."""
         self._words[self._rank, _LEFT] = 1
         while self._peers:
             os.close(self._peers.popitem()[1])
 
-    def _exchanged(self, operation: str, tensor: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Yield each part of `tensor` that fits a slot with every rank's.
+    def _exchanged(self, operation: str, tensor: Tensor) -> Iterator[tuple[Tensor, Slots]]:
+        """Yield each part of `tensor` that fits a slot with every rank's. They are valid until the next exchange."""
+        flat = tensor.detach().view(-1)  # nothing is written to a view that a gradient passes
+        parts = (flat,) if flat.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // flat.element_size())
+        for part in parts:
+            turn = (self._sequence + 1) % _TURNS
+            kind, slots = self._views(turn, operation, part.dtype, part.numel(), flat.numel())
+            slots[self._rank].copy_(part)
+            self._meet(kind)
+            yield part, slots
 
-        They are valid until the next exchange.
+    def _meet(self, kind: int) -> None:
+        """Publish this rank's slot, and return once all ranks have published theirs.
+
         Raises `UnmatchedError` where another rank exchanges something else: it would be taken for this.
         """
-        flat, words = tensor.detach().view(-1), self._words  # nothing is written to a view that a gradient passes
-        parts = (flat,) if flat.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // flat.element_size())
-        kind = zlib.crc32(f"{operation} {flat.dtype} {flat.numel()}".encode())
-        for part in parts:
-            self._sequence += 1
-            turn = self._sequence % _TURNS
-            slots = self._views(turn, part.dtype, part.numel())
-            slots[self._rank].copy_(part)
-            words[self._rank, _KIND + turn] = kind
-            words[self._rank, 0] = self._sequence
-            for peer in self._peers:
-                if words[peer, 0] < self._sequence:
-                    self._wait(peer)
-                if words[peer, _KIND + turn] != kind:
-                    raise UnmatchedError(
-                        f"rank {self._rank} exchanges something else than rank {peer} at the same moment: every rank "
-                        "has to take the same path through the model and the loop"
-                    )
-            yield part, slots
+        self._sequence = sequence = self._sequence + 1
+        words, turn = self._words, sequence % _TURNS
+        words[self._rank, _KIND + turn] = kind
+        words[self._rank, 0] = sequence
+        for peer in self._peers:
+            for _ in range(_LOOKS):
+                if words[peer, 0] >= sequence:
+                    break
+            else:
+                self._wait(peer)
+            if words[peer, _KIND + turn] != kind:
+                raise UnmatchedError(
+                    f"rank {self._rank} exchanges something else than rank {peer} at the same moment: every rank "
+                    "has to take the same path through the model and the loop"
+                )
 
     def _wait(self, peer: int) -> None:
         """Return once `peer` has published; raise `PeerLostError` if it does not."""

@@ -157,9 +157,18 @@ class World:
         return [each[:length] for each, length in zip(self.stack(padded), lengths, strict=True)]
 
     def numbers(self, *parts: np.ndarray) -> np.ndarray:
-        """Return every rank's `parts` as a row of float64: (ranks, Σn_i) (*collective*)."""
-        found: np.ndarray = self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
-        return found
+        """Return every rank's `parts` as a row of float64: (ranks, Σn_i) (*collective*).
+
+        Spares numbers that are on the host, such as BatchNorm's statistics, a tensor's detours. Valid until the next
+        collective, and not to be written: where ranks share memory, it is that memory.
+        """
+        if self.memory is not None:
+            with self.progress.during("all-gather"):
+                found = self.memory.numbers(parts)
+            if found is not None:
+                return found
+        stacked: np.ndarray = self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
+        return stacked
 
     def gather(self, item: Any) -> list[Any]:
         """Return every rank's `item`, small and JSON-able, in rank order (*collective*)."""
