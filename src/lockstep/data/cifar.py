@@ -97,11 +97,14 @@ def read(kind: Cifar, config: DataConfig) -> dict[str, tuple[Array, Array]]:
     folder = config.dir / kind.folder
     if not folder.is_dir():
         _download(kind, folder)
-    splits = {}
-    for split, files in (("train", kind.train), ("test", kind.test)):
-        images, labels = zip(*(_read(folder / name, md5, kind.label_key) for name, md5 in files.items()), strict=True)
-        splits[split] = (np.concatenate(images), np.concatenate(labels))
-    return splits
+    return {"train": _joined(folder, kind.train, kind.label_key), "test": _joined(folder, kind.test, kind.label_key)}
+
+
+def _joined(folder: Path, files: Mapping[str, str], label_key: str) -> tuple[Array, Array]:
+    """Return the images (N, 32, 32, 3) and labels (N,) of several files."""
+    images, labels = zip(*(_read(folder / name, md5, label_key) for name, md5 in files.items()), strict=True)
+    joined = np.empty((sum(map(len, images)), 32, 32, 3), np.uint8)
+    return np.concatenate(images, out=joined), np.concatenate(labels)
 
 
 def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
@@ -120,8 +123,7 @@ def _read(path: Path, md5: str, label_key: str) -> tuple[Array, Array]:
             labels.append(argument)
         if 0 < len(pixels) == len(labels) * _PIXELS:
             break  # what follows is the files' names, two thirds of the opcodes
-    images = np.frombuffer(pixels, np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(images), np.array(labels, np.uint8)
+    return np.frombuffer(pixels, np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), np.array(labels, np.uint8)
 
 
 def _download(kind: Cifar, folder: Path) -> None:

@@ -100,7 +100,8 @@ class Batches:
         dataset = self.dataset
         if type(dataset) is TensorDataset and self._collate is collated:
             # Sample by sample costs more than a small net's step.
-            return [each.index_select(0, torch.from_numpy(indices).to(each.device)) for each in dataset.tensors]
+            at = torch.from_numpy(indices)
+            return [each.index_select(0, at.to(each.device)) for each in dataset.tensors]
         self._before = before = Generators.now((), self._before)
         if not self._draws:
             at_once, these = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()

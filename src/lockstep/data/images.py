@@ -18,6 +18,7 @@ from .source import Indices, Request
 
 Floats = tuple[float, ...]
 _DRAWS = 5
+_NONE = torch.empty(0)
 
 
 class Plain:
@@ -25,11 +26,15 @@ class Plain:
 
     def __init__(self, request: Request, like: Tensor) -> None:
         self.shape, self.dtype = tuple(like.shape), request.dtype if like.is_floating_point() else like.dtype
-        self._device, is_last = request.world.device, request.channels_last and like.dim() == 3
-        self._memory_format = torch.channels_last if is_last else torch.preserve_format
+        # Of one channel, both orders are the same memory.
+        is_last = request.channels_last and like.dim() == 3 and len(like) > 1
+        self._device, self._memory_format = request.world.device, torch.channels_last if is_last else None
 
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
-        return to_device(x, self._device).to(self.dtype, memory_format=self._memory_format)
+        x = to_device(x, self._device)
+        if self._memory_format is None and x.dtype == self.dtype:
+            return x
+        return x.to(self.dtype, memory_format=self._memory_format or torch.preserve_format)
 
 
 class Transform:
@@ -64,18 +69,23 @@ class Transform:
 
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
         """Return images x of samples `indices` (n,) for this epoch."""
-        draws = self.draw(epoch, indices)
         x = x.permute(0, 2, 3, 1).contiguous() if self._turns else x
+        draws = self.draw(epoch, indices) if self._names else _NONE
         if "crop" in self._names or "flip" in self._names:
             x = _move(x, to_device(draws[:3], x.device))
-        x = to_device(x, self._device)
-        if self._is_normalised:
-            flat = x.flatten(1).to(self._exact).mul_(self._scale).add_(self._shift)
-            x = flat.view(x.shape).to(self.dtype)
+        x = self.normalised(x)
         if "cutout" in self._names:
             _cut(x, to_device(draws[3:], self._device))
         x = x.permute(0, 3, 1, 2)
         return x if self._channels_last else x.contiguous()
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Return images x (n, H, W, C) on the run's device, normalised where that was asked for."""
+        x = to_device(x, self._device)
+        if not self._is_normalised:
+            return x
+        flat = x.flatten(1).to(self._exact).mul_(self._scale).add_(self._shift)
+        return flat.view(x.shape).to(self.dtype)
 
     def draw(self, epoch: int, indices: Indices) -> Tensor:
         """Return the draws for samples `indices` (n,) in an epoch.
