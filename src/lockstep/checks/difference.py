@@ -131,24 +131,35 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     parts = (torch.split(plain(each).flatten(), _PART) for each in (a, b))
     for x, y in zip(*parts, strict=True) if a.numel() else ():
         ulps = max(ulps, _ulps(x, y)) if has_ulps else 0
+        gap, size, count = _gap(x.double(), y.double())
+        absolute, largest = max(absolute, gap), max(largest, size)
         # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
-        unlike = x.double() != y.double() if dtypes or x.is_floating_point() else x.long() != y.long()
-        x, y = x.double(), y.double()
-        unlike &= ~(x.isnan() & y.isnan())
-        # Where the two are equal, inf - inf and nan - nan are no difference.
-        gaps = (x - y).abs().masked_fill_(~unlike, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
-        absolute, differing = max(absolute, float(gaps.max())), differing + int(unlike.sum())
-        largest = max(largest, *(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y)))
+        is_whole = not (dtypes or x.is_floating_point())
+        differing += int((x.long() != y.long()).sum()) if is_whole else count
     relative = absolute / largest if largest else (math.inf if absolute else 0.0)
     return Difference(name, kind, a.numel(), differing, absolute, relative, ulps if has_ulps else None, dtypes)
+
+
+def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
+    """Return the largest |x - y|, the largest finite |value|, and how many elements differ. Both are float64 (n,)."""
+    gaps = (x - y).abs_()
+    largest = float(gaps.max())
+    if math.isfinite(largest):  # and so is every value
+        size = max(float(torch.linalg.vector_norm(each, math.inf)) for each in (x, y))
+        return largest, size, int(gaps.count_nonzero())
+    # Where the two are equal, inf - inf and nan - nan are no difference.
+    same = (x == y) | (x.isnan() & y.isnan())
+    gaps.masked_fill_(same, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
+    size = max(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y))
+    return float(gaps.max()), size, int((~same).sum())
 
 
 def _ulps(x: Tensor, y: Tensor) -> int:
     """Return the largest distance in floating-point steps from x (n,) to y."""
     first, second = _place(x), _place(y)
-    steps = (first - second).abs()
-    # Numbers of opposite signs may be further apart than int64 counts.
-    steps.masked_fill_(((first ^ second) < 0) & (first.abs() > _MOST - second.abs()), _MOST)
+    steps = (first - second).abs_()
+    if x.element_size() == 8:  # numbers of opposite signs may be further apart than int64 counts
+        steps.masked_fill_(((first ^ second) < 0) & (first.abs() > _MOST - second.abs()), _MOST)
     return int(steps.masked_fill_(x.isnan() & y.isnan(), 0).max())
 
 
