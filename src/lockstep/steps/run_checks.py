@@ -39,8 +39,8 @@ class RunChecks:
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Return the checks' outcomes so far, as "proof" in summary.json."""
-        checks = [self.replicas, *([] if self.ledger is None else [self.ledger])]
-        return by_name(each.proof() for each in checks)
+        checks = [self.replicas.proof(), *([] if self.ledger is None else [self.ledger.proof()])]
+        return by_name(checks)
 
 
 def _taken_up(path: Path, config: RunConfig, step: int) -> bool:
