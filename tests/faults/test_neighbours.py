@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from lockstep.launchers import stores
 from lockstep.monitor.keys import SECRET, Keys
 
-from ..command import GATED, OPEN, at, command, end, gate, losses, processes, ranks_of, start, weights
+from ..command import GATED, OPEN, at, command, end, gate, losses, processes, ranks_of, start, until, weights
 from ..ports import free_port
 
 _NOBODY = 65534
@@ -78,6 +78,7 @@ def test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing(undis
     with start(tmp_path, *words, through=(*through, "--master-port", str(port))) as agent:
         at(tmp_path, 15)
         stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+        until(lambda: any("/beat/" in key for key in stranger.list_keys()))  # each rank's first heartbeat
         keys = [key.strip("/") for key in stranger.list_keys() if "lockstep/" in key]
         assert any("claim/" in key for key in keys)
         for key in keys:

@@ -87,6 +87,24 @@ def weighed(world: World) -> list[list[float]]:
     return found
 
 
+def numbers(world: World) -> list[Any]:
+    """Return what ranks hear of numbers that are whole on some of them; no model is prepared."""
+    session = loops.session(world)
+    loader = session.prepare(DataLoader(TensorDataset(torch.arange(5)), batch_size=4))
+    found: list[Any] = []
+    for _ in session.epochs(1):
+        for _ in loader:  # in the last batch, rank 1 has no sample
+            found.append(session.mean(3.0, weight=2.5))
+    mine = 0 if world.rank else 0.75
+    found += [session.sum(mine), session.max(mine), session.sum(torch.tensor([True, False])).tolist()]
+    session.close()
+    return found
+
+
+def test_a_number_of_all_ranks_is_the_same_on_all_whatever_its_type(pool: RankPool) -> None:
+    assert pool.run(2, numbers) == [[3.0, 3.0, 0.75, 0.75, [2, 0]]] * 2
+
+
 def other_data(world: World, train: bool) -> str:
     """Return what a loop is told whose data, to train or to evaluate on, begin elsewhere on rank 1."""
     session = loops.session(world)

@@ -190,6 +190,58 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(
         assert ("goes on as it was saved: lr 0.1, not 0.05;" in capsys.readouterr().err) == is_told
 
 
+class Listing(torch.optim.SGD):
+    """An optimizer that keeps a list of tensors, as SOAP does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for each in (each for group in self.param_groups for each in group["params"]):
+            self.state[each]["moments"] = [held * 0.9 + each.grad.mean() for held in self._moments(each)]
+            each.data -= self.param_groups[0]["lr"] * self._moments(each)[1]
+
+    def _moments(self, each: Tensor) -> list[Tensor]:
+        found: list[Tensor] = self.state[each].get("moments", [torch.zeros(()), torch.zeros(2).mean()])
+        return found
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Listing])
+def test_whatever_an_optimizer_keeps_is_continued(kind: Any, tmp_path: Path) -> None:
+    def trained(epochs: int, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        with session(World.alone(), **options) as ours:
+            model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+            model, optimizer, loader = ours.prepare(
+                model, kind(model.parameters(), lr=0.1), DataLoader(images(), batch_size=20)
+            )
+            run_epochs(ours, model, optimizer, loader, epochs)
+        return [each.detach() for each in model.parameters()]
+
+    kept = {"output": str(tmp_path / "run"), "resume": "auto"}
+    trained(1, **kept)
+    for whole, rest in zip(trained(2), trained(2, **kept), strict=True):
+        assert torch.equal(whole, rest)
+
+
+def run_epochs(ours: Session, model: nn.Module, optimizer: Any, loader: Any, epochs: int) -> None:
+    for _ in ours.epochs(epochs):
+        for batch in loader:
+            ours.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_values_that_are_recorded_before_the_first_backward_are_its_steps(tmp_path: Path) -> None:
+    with session(World.alone(), output=str(tmp_path / "run")) as ours:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+        for number, batch in enumerate(loader):
+            ours.log(number=number)
+            ours.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [row["number"] for row in events(tmp_path / "run", "step")] == list(range(len(loader)))
+
+
 def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     continued(str(run))

@@ -212,10 +212,12 @@ def _gathered(world: World, notes: Notes) -> tuple[int, npt.NDArray[np.uint32], 
     """
     sizes = np.array([(step, len(indices)) for step, indices in notes], np.int64).reshape(-1, 2)
     own = np.concatenate([np.empty(0, np.int64), *(indices for _, indices in notes)])
-    by_note, by_rank = (world.ragged(torch.from_numpy(each)) for each in (sizes, own))
+    by_note, by_rank = [world.ragged(torch.from_numpy(each)) for each in (sizes, own)]
+    if not world.is_main:
+        return None
     steps = [np.repeat(*each.numpy().T) for each in by_note]  # of each rank's samples
     order = np.concatenate(steps).argsort(kind="stable")  # by step, then by rank, then as the rank computed them
-    if not world.is_main or not len(order):
+    if not len(order):
         return None
     first, last = (int(np.concatenate(steps)[at]) for at in order[[0, -1]])
     counts = np.stack([np.bincount(each - first, minlength=last - first + 1) for each in steps], axis=1)

@@ -52,7 +52,10 @@ class ReplicaCheck:
         """The last step after which all replicas were the same."""
         self._world, self._tensors, self._every, self._clock = world, tensors, every, clock
         self._copies, self._remedy, self._begun = copies, remedy, begun
-        self._on = every != 0 and (world.size > 1 or len(copies()) > 0)
+        is_lone = world.size == 1 and not copies()
+        self._off = "switched off by --verify-every 0" if every == 0 else "one process, one set of weights" * is_lone
+        self._off = self._off or "no model was prepared" * (not tensors())
+        self._on = not self._off
         self._next = (every or 1) if self._on else math.inf
         self._last_cost_s, self._first_at = 0.0, 0
         self._failure: LockstepError | None = None
@@ -109,7 +112,7 @@ class ReplicaCheck:
         if self._failure:
             found = str(self._failure).removesuffix(".")
         elif not self._on:
-            found = "switched off by --verify-every 0" if self._every == 0 else "one process, one set of weights"
+            found = self._off
         elif self._lost_at is not None:
             lost = f"the loss of step {self._lost_at} was not finite, and what became of them in between is not known"
             found = f"{self._before()}; {lost}"

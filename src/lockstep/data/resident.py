@@ -1,4 +1,4 @@
-"""Data sets without workers: held in memory, or computed. One copy per host, or on the GPU."""
+"""Data sets without workers: held in memory, or computed. One copy per host, or on the GPU; small ones per rank."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class Epoch:
 class Recorders(Recorder):
     """Passes each event to several recorders. Opens them at `start`: a refused run leaves its folder untouched.
 
-    A full disk does not stop training: a recorder that raises OSError misses that event, with one warning to all.
+    A full disk does not stop training: where a recorder raises OSError, all get one warning. Our files catch up once
+    there is room.
     """
 
     def __init__(self, opens: Callable[[], tuple[list[Recorder], Epoch]]) -> None:

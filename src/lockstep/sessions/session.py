@@ -388,8 +388,9 @@ class Session:
             loop.start_clock()
 
     def sum(self, value: Any) -> Any:
-        """Sum a number, or each element of a tensor, over all ranks (*collective*)."""
-        return self._reduced(value, self.world.sum, lambda _: 0)
+        """Sum a number, or each element of a tensor, over all ranks (*collective*). Of a mask, count what is true."""
+        is_mask = isinstance(value, Tensor) and value.dtype == torch.bool
+        return self._reduced(value.long() if is_mask else value, self.world.sum, lambda _: 0)
 
     def max(self, value: Any) -> Any:
         """Return a number's maximum, or each element's, over all ranks (*collective*)."""
@@ -399,7 +400,10 @@ class Session:
         is_tensor = isinstance(value, Tensor)
         own = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=self.device)
         found = reduce(own if self._counts else torch.full_like(own, neutral(own.dtype)))
-        return found if is_tensor else int(found.item()) if isinstance(value, int) else found.item()
+        if is_tensor:
+            return found
+        number = float(found.item())  # by its value: this rank's 0 may meet another's 0.5
+        return int(number) if isinstance(value, int) and number.is_integer() else number
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
         """Return the mean of ranks' means (*collective*). Each is over its share's samples or `weight` things.
@@ -412,7 +416,7 @@ class Session:
                 "or give weight=, the number of samples that this rank's value is a mean over."
             )
         count = 1 if self._micro is None else self._micro.size
-        own = count if weight is None or not count else float(weight)
+        own = float(count if weight is None or not count else weight)
         total = self.sum(own)
         if not total > 0:
             raise RequestError(f"session.mean was given weights that sum to {total:g} over the ranks.")
@@ -448,7 +452,7 @@ class Session:
             told = {name: float(value) for name, value in values.items()}
             loop.recorder.record("values", step=self.step, epoch=loop.position.epochs, **told)
             return
-        for name, value in values.items() if loop.has_begun else ():
+        for name, value in values.items():
             held = on_device(value, self.device)
             loop.meter.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
 

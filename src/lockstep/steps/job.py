@@ -53,9 +53,6 @@ class Job(Prepared):
     loss_fn: LossFunction
     taken: Taken | None  # source of a new run's weights, if not the seed alone
 
-    def __post_init__(self) -> None:
-        self.source = self
-
     @property
     def model(self) -> nn.Module:
         """The user's module."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -161,6 +161,7 @@ class Prepared:
                 for each in (optimizer.param_groups for optimizer in self.optimizers)
             ]
             meta["others"] = [_packed(each.state_dict(), tensors) for each in self.others]
+            meta["optimizer"] = {name: _packed(value, tensors) for name, value in held.meta["optimizer"].items()}
             meta |= {"made": self._made, "kinds": [type(each).__name__ for each in self.optimizers]}
         return State(tensors, meta)
 
@@ -174,9 +175,12 @@ class Prepared:
         self.load_weights(state)
         if is_own:
             self._check_parts(state)
-        load_optimizer(self._all, self.optimizers, state)
-        if is_own:
+            own = state.part(_OWN)
+            numbers = {name: _unpacked(value, own) for name, value in state.meta.get("optimizer", {}).items()}
+            load_optimizer(self._all, self.optimizers, replace(state, meta=state.meta | {"optimizer": numbers}))
             self._load_settings(state)
+        else:
+            load_optimizer(self._all, self.optimizers, state)
 
     def load_weights(self, state: State) -> None:
         """Load a state's models and average alone. Raises `RequestError` for a misfit."""
@@ -256,7 +260,7 @@ def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return {"list" if isinstance(value, list) else "tuple": [_packed(item, tensors) for item in value]}
     raise RequestError(
-        f"A state_dict() given to session.prepare holds a {type(value).__name__}, and checkpoints hold no pickles: put "
+        f"A state given to session.prepare holds a {type(value).__name__}, and checkpoints hold no pickles: put "
         "tensors, numbers, texts, lists, tuples and dicts there."
     )
 
