@@ -61,7 +61,6 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     """
     loaded = state or resume.load(config, world)
     job = assemble(config, world, continued=loaded)
-    job.source = job
     try:
         run = nullcontext(Opened(config, recorder, loaded))
         with Session(config, world, run, prepared=job) as session:

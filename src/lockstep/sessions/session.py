@@ -142,7 +142,7 @@ class Session:
             parts.step_by(part, self._step)
         elif isinstance(part, DataLoader):
             self._loaders.append(self._shared(part))
-            prepared.source = prepared.source or self._loaders[-1]
+            prepared.first_loader = prepared.first_loader or self._loaders[-1]
             return parts.Loader(self._loaders[-1], self.batches)
         elif isinstance(part, parts.Loader):
             raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")

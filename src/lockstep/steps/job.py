@@ -32,7 +32,7 @@ from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
-from .prepared import Prepared
+from .prepared import Prepared, Source
 from .start import Taken, freeze
 from .start import load as load_weights
 
@@ -52,6 +52,11 @@ class Job(Prepared):
     lr: Callable[[int], float]
     loss_fn: LossFunction
     taken: Taken | None  # source of a new run's weights, if not the seed alone
+
+    @property
+    def source(self) -> Source:
+        """The job itself."""
+        return self
 
     @property
     def model(self) -> nn.Module:

@@ -62,10 +62,15 @@ class Prepared:
     replica: nn.Module | None = None
     average: Average | None = None
     batchnorm: str = "none"
-    source: Source | None = None
+    first_loader: Source | None = None
     kept: set[str] = field(default_factory=set)
     """Numeric settings of the script's optimizers that a checkpoint has replaced, in words."""
     _made: list[list[dict[str, Any]]] = field(default_factory=list)  # the numbers that the optimizers were made with
+
+    @property
+    def source(self) -> Source | None:
+        """Data source whose batches count steps."""
+        return self.first_loader
 
     @property
     def devices(self) -> Sequence[torch.device]:
