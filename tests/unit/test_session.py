@@ -234,6 +234,8 @@ def test_values_that_are_recorded_before_the_first_backward_are_its_steps(tmp_pa
         model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+        for _ in loader:
+            ours.log(number=100)  # before training: of no step
         for number, batch in enumerate(loader):
             ours.log(number=number)
             ours.backward(loss_of(model, batch))

@@ -240,6 +240,8 @@ class Session:
                     loop.count_batch()
                 self._count_step(micro.total if micro is not None and micro.last else 0)
                 self._micro, SyncBatchNorm.stand_in = None, False
+                if not loop.has_begun:  # a look at the data, whose values are of no step
+                    loop.meter.pending.values.clear()
             self._is_apart = False
 
     def _count_step(self, samples: int) -> bool:
