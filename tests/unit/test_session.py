@@ -97,6 +97,7 @@ def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> N
             "found 'no'",
         ),
         (closure, RequestError, r"optimizer\.step\(closure\)"),
+        (lambda ours, model, _, batch: ours.backward(loss_of(model, batch)), RequestError, "no optimizer has stepped"),
         (lambda ours, *_: ours.prepare(nn.Linear(1, 1)), RequestError, "after the loop had begun"),
         (
             lambda ours, *_: [ours.log(accuracy=1.0) for _ in ours.evaluating(DataLoader(images()))],
@@ -110,6 +111,13 @@ def test_misuse_is_told(wrong: Callable[..., None], kind: type[LockstepError], w
     ours, model, optimizer, loader = loop()
     with pytest.raises(kind, match=words):
         run(wrong, ours, model, optimizer, loader)
+
+
+def test_a_loop_without_a_prepared_model_is_refused() -> None:
+    ours, model = session(World.alone()), nn.Sequential(nn.Flatten(), nn.Linear(108, 4)).double()
+    loader = ours.prepare(DataLoader(images(), batch_size=20))
+    with pytest.raises(RequestError, match="was given no model"):
+        run(lambda ours, model, _, batch: ours.backward(loss_of(model, batch)), ours, model, None, loader)
 
 
 def test_a_mean_between_batches_needs_its_weight() -> None:
@@ -257,7 +265,7 @@ def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: 
 
 
 def test_options_and_values_of_names_that_others_have_are_refused() -> None:
-    with pytest.raises(RequestError, match="takes no 'lr'; it takes output, resume"):
+    with pytest.raises(RequestError, match=r"Unknown option .* 'lr': .* It takes output, resume, checkpoint_every"):
         lockstep.session(lr=0.1)
     ours, *_ = loop()
     for name in sessions._TAKEN:

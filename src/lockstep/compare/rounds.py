@@ -181,7 +181,7 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
         if known and (all_s := statistics.fmean(known) * (len(able) - number) + sum(known)) > plan.budget_s:
             raise RequestError(
                 f"--budget {plan.budget_s:.0f}s is too small: trying {number} of {counted(len(able), 'variant')} took "
-                f"{sum(known):.0f} s; give {math.ceil(2 * all_s)}s, or fewer variants."
+                f"{sum(known):.0f} s; give {math.ceil((1 + _FEWEST) * all_s)}s, or fewer variants."
             )
     living = [each for each in able if not each.failed]
     if not living:

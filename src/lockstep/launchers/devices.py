@@ -126,7 +126,8 @@ def _accelerator(asked: ParallelConfig, env: Mapping[str, str]) -> str:
     gpus = _count_gpus(env)
     shown = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
     if missing := [index for index in asked.gpu_indices if index >= gpus]:
-        raise RequestError(f"--gpus {asked.gpus}: there is no GPU {missing[0]}; {shown}, counted from 0.")
+        instead = "counted from 0" if gpus else f"take --devices {len(asked.gpu_indices)} --accelerator cpu"
+        raise RequestError(f"--gpus {asked.gpus}: there is no GPU {missing[0]}; {shown}; {instead}.")
     if asked.accelerator == "auto" and not gpus:
         return "cpu"
     if (asked.devices or 1) > gpus:

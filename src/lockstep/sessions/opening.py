@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.options import OF_A_SESSION, apply, flatten, left_to_command
 from ..config.schema import RunConfig
-from ..errors import RequestError
+from ..errors import unknown
 from ..record.base import Nothing
 from ..record.console import Notices
 from ..runs.run import Opened, opened
@@ -24,8 +24,10 @@ def session(**options: Any) -> Session:
     is made: the weights follow from the seed. Raises `RequestError` for options that cannot be honoured.
     """
     named = {name.replace("_", "-"): value for name, value in options.items()}
-    if strange := [name for name in named if name not in OF_A_SESSION]:
-        raise RequestError(f"lockstep.session takes no {strange[0]!r}; it takes {', '.join(OF_A_SESSION)}.")
+    for name in options:
+        if name.replace("_", "-") not in OF_A_SESSION:
+            taken = [each.replace("-", "_") for each in OF_A_SESSION]
+            raise unknown("option of lockstep.session", name, taken, f"It takes {', '.join(taken)}.")
     # A model keeps the order of memory that its user gave it.
     config = apply(apply(RunConfig(), {"channels-last": "off"}, source="a session"), named, source="lockstep.session")
     again, started = "", script.take()

@@ -182,7 +182,12 @@ class Session:
             self.loop.begin(count)
         self._in_epochs = True
         while self.loop.goes_on(count):
+            before = self.step
             yield self.loop.position.epochs
+            if self._has_gradients and self.step == before:
+                raise RequestError(
+                    "An epoch is over, and no optimizer has stepped after session.backward: call optimizer.step()."
+                )
             self.loop.end_epoch()
         self._in_epochs = False
         self.loop.finish()
@@ -283,6 +288,11 @@ class Session:
         if reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
         micro, progress = self._micro, self.world.progress
+        if not self._batch.parameters:
+            raise RequestError(
+                "session.backward was called, and session.prepare was given no model, so that each rank would train "
+                "one of its own: give it model, optimizer and loader."
+            )
         if self._is_apart and micro is None:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "

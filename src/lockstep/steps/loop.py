@@ -83,6 +83,8 @@ class Loop:
     def _tell_start(self, facts: dict[str, Any]) -> None:
         try:
             self.recorder.record("start", **started(self, facts))
+            if self.state is not None and self.state.caution:
+                self.recorder.record("warning", text=self.state.caution)
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
@@ -315,6 +317,7 @@ class Loop:
         meta |= state.meta | {
             "planned_epochs": self.epochs,
             "ranks": self._world.size,
+            "precision": self.prepared.precision.name,
             "scaler": self.prepared.precision.state(),
             "generators": save_generators(self._world, self.prepared.devices),
             "config": resume.identity(self.config),

@@ -246,6 +246,8 @@ class Prepared:
         folder = self.config.record.output
         is_kept = folder is not None and find(folder) is not None
         kept = f"; the last checkpoint in {shown(folder)} is from before" if is_kept else ""
+        if self.strategy is None:
+            return f"Lower the learning rate, clip the gradients, or warm up{kept}."
         return (
             f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{kept}."
         )

@@ -43,6 +43,8 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
     lines = [counted(world.size, "rank") if source is None else str(source.plan), _in_words(chosen)]
     if world.apart and world.memory is None:
         lines.append(f"gloo, since {world.apart}")
+    if source is None and world.size > 1:
+        lines.append("no loader was prepared: each rank makes its own batches, which together are the global batch")
     if prepared.batchnorm == "local" and prepared.replicas > 1:
         lines.append("batch statistics of each replica: the model depends on how many there are")
     if isinstance(source, SharedLoader) and source.workers < source.loader.num_workers:
@@ -85,8 +87,10 @@ def _continued(loop: Loop) -> list[str]:
         return [f"nothing is left to train: {path} is of step {step:,}, and {stalled}"]
     if 0 < total <= step:
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
-    lines = [state.caution] if state.caution else []
-    lines.append(f"continuing at step {step:,}{f' of {total:,}' if total else ''}, from {path}")
+    lines = [f"continuing at step {step:,}{f' of {total:,}' if total else ''}, from {path}"]
+    was, is_now = state.meta.get("precision", loop.prepared.precision.name), loop.prepared.precision.name
+    if was != is_now:
+        lines.append(f"computed in {is_now} from here on, and was in {was}: another model in its last digits")
     schedule, before = config.optim.schedule, state.meta["planned_epochs"]
     if before not in (None, config.epochs) and schedule in SPANNING_SCHEDULES:
         lines.append(
