@@ -207,7 +207,7 @@ class Listing(torch.optim.SGD):
             each.data -= self.param_groups[0]["lr"] * self._moments(each)[1]
 
     def _moments(self, each: Tensor) -> list[Tensor]:
-        found: list[Tensor] = self.state[each].get("moments", [torch.zeros(()), torch.zeros(2).mean()])
+        found: list[Tensor] = self.state[each].get("moments", [torch.zeros(()), torch.zeros(())])
         return found
 
 

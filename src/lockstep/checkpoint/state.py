@@ -115,12 +115,13 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
 def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
     """Load the result of `optimizer_state`, on each parameter's device. Raises `RequestError` for a misfit."""
     parameters = dict(model.named_parameters())
+    is_own = "groups" in state.meta  # of a loop of the user's, whose optimizers may keep what they like
     entries: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for path, value in (state.part("optimizer") | state.meta.get("optimizer", {})).items():
         name, _, key = path.rpartition("/")
         if name not in parameters:
             raise RequestError(f"The checkpoint's optimizer has {path}, and the model no such parameter.")
-        if value is None or isinstance(value, str):
+        if not is_own and not isinstance(value, Tensor) and type(value) not in (int, float):
             raise RequestError(f"The checkpoint's optimizer has {path}, which is no number.")
         entries[name][key] = laid_out_as(parameters[name], value) if isinstance(value, Tensor) else value
     names = {parameter: name for name, parameter in parameters.items()}
@@ -130,11 +131,11 @@ def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: Sta
         own = {index: entry for index, parameter in enumerate(order) if (entry := entries[names[parameter]])}
         made = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
         kinds = {frozenset(each) for each in (*made, *(entry.keys() for entry in own.values()))}
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        if len(own) < len(made) or (is_fused and len(kinds) > 1):
+        is_plain = not is_own or any(group.get("fused") for group in optimizer.param_groups)
+        if len(own) < len(made) or (is_plain and len(kinds) > 1):
             raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
         # Fused kernels walk through a state by its parameter's size; others, such as Adafactor, keep other shapes.
-        for parameter in order if is_fused else ():
+        for parameter in order if is_plain else ():
             for key, value in entries[names[parameter]].items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     found, wanted = tuple(value.shape), tuple(parameter.shape)

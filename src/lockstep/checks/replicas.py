@@ -52,9 +52,13 @@ class ReplicaCheck:
         """The last step after which all replicas were the same."""
         self._world, self._tensors, self._every, self._clock = world, tensors, every, clock
         self._copies, self._remedy, self._begun = copies, remedy, begun
-        is_lone = world.size == 1 and not copies()
-        self._off = "switched off by --verify-every 0" if every == 0 else "one process, one set of weights" * is_lone
-        self._off = self._off or "no model was prepared" * (not tensors())
+        self._off = ""  # why nothing is compared
+        if every == 0:
+            self._off = "switched off by --verify-every 0"
+        elif world.size == 1 and not copies():
+            self._off = "one process, one set of weights"
+        elif not tensors():
+            self._off = "no model was prepared"
         self._on = not self._off
         self._next = (every or 1) if self._on else math.inf
         self._last_cost_s, self._first_at = 0.0, 0

@@ -18,7 +18,6 @@ from .source import Indices, Request
 
 Floats = tuple[float, ...]
 _DRAWS = 5
-_NONE = torch.empty(0)
 
 
 class Plain:
@@ -70,7 +69,7 @@ class Transform:
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
         """Return images x of samples `indices` (n,) for this epoch."""
         x = x.permute(0, 2, 3, 1).contiguous() if self._turns else x
-        draws = self.draw(epoch, indices) if self._names else _NONE
+        draws = self.draw(epoch, indices)
         if "crop" in self._names or "flip" in self._names:
             x = _move(x, to_device(draws[:3], x.device))
         x = self.normalised(x)

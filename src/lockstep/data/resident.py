@@ -21,7 +21,7 @@ _CLASSES, _NOISES, _SQUARES = 10, 16, 4
 """Of fake: classes, patterns of noise, and squares a side of a class's pattern."""
 _FAKE = 2
 _READY_BYTES = 64 << 20
-"""Largest set without augmentation that is normalised once, not batch by batch: some 15 µs of a small net's step."""
+"""Largest set without augmentation that is normalised once, not batch by batch: 7 µs of a small net's step."""
 
 
 class Data(Source):

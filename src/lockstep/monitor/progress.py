@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,23 +55,14 @@ class Progress:
         self.phase = phase
         self.count += 1
 
-    def during(self, phase: str) -> During:
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
         """Be in `phase` within the block; after an error, stay in it."""
-        return During(self, phase)
-
-
-class During:
-    """A phase within a block. No generator: entering one takes 2 µs, in each of BatchNorm's exchanges."""
-
-    __slots__ = ("_before", "_phase", "_progress")
-
-    def __init__(self, progress: Progress, phase: str) -> None:
-        self._progress, self._phase = progress, phase
-
-    def __enter__(self) -> None:
-        self._before = self._progress.phase
-        self._progress.enter(self._phase)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or kind is GeneratorExit:  # the caller has left a loop before its end
-            self._progress.enter(self._before)
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        except GeneratorExit:  # the caller has left a loop before its end
+            self.enter(before)
+            raise
+        self.enter(before)

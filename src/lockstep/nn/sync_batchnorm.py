@@ -117,7 +117,7 @@ def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Ten
     found = mean, var, var * (count / (count - 1))
     if isinstance(mean, Tensor):
         return *(each.to(dtype) for each in found), count
-    return *torch.from_numpy(np.array(found)).to(dtype).unbind(), count  # at once: each by itself takes 5 µs
+    return *torch.from_numpy(np.array(found)).to(dtype).unbind(), count  # at once: 4 µs, not 6
 
 
 def _kernels(x: Tensor) -> ModuleType:
