@@ -425,9 +425,6 @@ ranks add up what does not match: world/shared_memory.py
 code is imported where a run names it: cli/flags.py
 - if imports:
 + if False:
-the parents of what a file names are imported: user_code.py
-- spec = None if "." in module else find(module)
-+ spec = find(module)
 = real/test_current_folder.py::test_no_module_of_the_current_folder_is_taken_for_one_of_ours[spawn]
 a rank takes modules of the current folder for its own: launchers/supervisor.py
 - kept = os.environ.setdefault(_SAFE_PATH, _OURS)

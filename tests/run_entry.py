@@ -8,7 +8,7 @@ import sys
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError, RunError
-from lockstep.launchers.table import launch
+from lockstep.launchers.start import launch
 
 from . import entries
 

@@ -44,7 +44,7 @@ _PRELOADED = (
     "lockstep.cli.train",
     "lockstep.launchers.rank",
     "lockstep.launchers.supervisor",
-    "lockstep.launchers.table",
+    "lockstep.launchers.start",
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",

@@ -44,7 +44,7 @@ _WANTED = (
 
 def train(config: RunConfig, world: World) -> dict[str, float]:
     """Train by the step in `config`; return the last scores (*collective*)."""
-    if config.parallel.strategy != "auto" and registry.kind(config.parallel.strategy).drives_all:
+    if config.parallel.drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
             f"runs on one; take {registry.per_device()}, or leave it out."

@@ -19,17 +19,6 @@ from .monitor import failures
 _PACKAGE = str(Path(__file__).parent)
 
 
-def check_no_module(flag: str, name: str, example: str) -> None:
-    """Raise `RequestError` if `name`, none of ours, is a module's. `example` is an attribute.
-
-    Nothing is imported, not even the parents of a module: the name may come from a file.
-    """
-    module = name.removesuffix(".py")
-    spec = None if "." in module else find(module)
-    if spec is not None and spec.origin is not None:  # a folder without a module in it has no origin
-        raise RequestError(f"{flag} {name} is a module; say what to take from it, as in {flag} {module}:{example}.")
-
-
 def check(flag: str, name: str) -> tuple[str, str]:
     """Return module and attribute of `name`; imports only the module's parents.
 

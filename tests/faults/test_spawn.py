@@ -14,7 +14,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.launchers import rank
-from lockstep.launchers.table import launch
+from lockstep.launchers.start import launch
 from lockstep.world.topology import Topology
 
 from .. import entries

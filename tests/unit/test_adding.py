@@ -11,11 +11,11 @@ import pytest
 
 from lockstep import engine
 from lockstep.config.options import override, recipe
-from lockstep.config.registry import KINDS, Kind
-from lockstep.config.schema import RunConfig
+from lockstep.config.registry import KINDS, LAUNCHERS, Kind, Launcher
 from lockstep.data.sets import DATA_SETS, Entry
 from lockstep.data.source import Request, Splits
-from lockstep.launchers import table
+from lockstep.launchers import start
+from lockstep.launchers.plan import LaunchPlan
 from lockstep.strategies.single import Single
 from lockstep.world.world import World
 
@@ -26,10 +26,10 @@ class Mine(Single):
     """A strategy."""
 
 
-def launch(entry: Any, config: RunConfig, env: Mapping[str, str]) -> Any:
+def launch(entry: Any, planned: LaunchPlan, env: Mapping[str, str]) -> Any:
     """Run the entry as the only rank."""
-    started.append(config.parallel.launcher)
-    return entry(config, World.alone())
+    started.append(planned.launcher)
+    return entry(planned.config, World.alone())
 
 
 def build(request: Request) -> Splits:
@@ -41,11 +41,11 @@ def test_one_file_and_one_line_add_a_strategy_a_launcher_and_a_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "mine", Kind(__name__, "Mine", "mine", has_ranks=False, drives_all=False))
-    monkeypatch.setitem(table.LAUNCHERS, "mine", table.Launcher(__name__, joins=True))
+    monkeypatch.setitem(LAUNCHERS, "mine", Launcher(__name__, joins=True))
     monkeypatch.setitem(DATA_SETS, "mine", Entry(build))
     ours = override(recipe("digits"), accelerator="cpu", max_steps=3, output=tmp_path / "ours")
     mine = override(ours, strategy="mine", launcher="mine", data="mine", output=tmp_path / "mine")
-    known, found = (table.launch(engine.run, each) for each in (ours, mine))
+    known, found = (start.launch(engine.run, each) for each in (ours, mine))
     assert started == ["mine"]
     assert found is not None
     assert known is not None

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import RequestError
-from lockstep.launchers import devices, environments, join, table
+from lockstep.launchers import environments, join
+from lockstep.launchers.plan import plan
 
 from ..environments import environment
 from ..hostile import environments as drawn
@@ -49,7 +50,7 @@ def test_variables_say_the_place(words: str, place: dict[str, Any]) -> None:
     found = environments.read(env)
     told = dataclasses.asdict(found.topology) | {"knows_node": found.knows_node}
     assert {name: told[name] for name in place} == place
-    assert devices.resolve(config(), env).parallel.strategy == "ddp"
+    assert plan(config(), env).config.parallel.strategy == "ddp"
 
 
 def test_ranks_of_one_node_know_one_another_wherever_their_error_files_are() -> None:
@@ -83,8 +84,8 @@ def test_ranks_follow_from_the_place_in_an_array_of_even_steps() -> None:
     ],
 )
 def test_a_process_that_is_alone_may_be_so(words: str) -> None:
-    assert table.plan(config(), environment(words)).launcher == "inline"
-    assert table.plan(config(devices=2), environment(words)).launcher == "spawn"
+    assert plan(config(), environment(words)).launcher == "inline"
+    assert plan(config(devices=2), environment(words)).launcher == "spawn"
 
 
 def test_more_tasks_than_gpus_are_refused() -> None:
@@ -101,8 +102,8 @@ _FUZZED = ("srun", "srun-one-node", "array", "ranks", "torchrun", "open-mpi", "m
 @given(st.sampled_from(_FUZZED).flatmap(lambda words: drawn(environment(words))))
 def test_no_environment_does_more_than_be_refused(env: dict[str, str]) -> None:
     for ask in (
-        lambda: table.plan(config(), env),
-        lambda: table.plan(config(launcher="environment"), env),
+        lambda: plan(config(), env),
+        lambda: plan(config(launcher="environment"), env),
         lambda: environments.read(env),
         lambda: environments.of_array(env),
     ):

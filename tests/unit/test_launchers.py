@@ -19,7 +19,9 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.hardware import Gpu
-from lockstep.launchers import devices, rollcall, table
+from lockstep.launchers import devices, rollcall
+from lockstep.launchers.plan import plan
+from lockstep.launchers.start import launch
 from lockstep.monitor import failures
 
 from ..environments import environment
@@ -45,13 +47,13 @@ MEETING = {"rank": 0, "world_size": 2}
 def test_auto_finds_the_launcher_and_the_strategy(
     options: dict[str, Any], env: str, launcher: str, strategy: str
 ) -> None:
-    planned = table.plan(config(**options), environment(env))
+    planned = plan(config(**options), environment(env))
     assert (planned.launcher, planned.config.parallel.strategy) == (launcher, strategy)
 
 
 def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
     with pytest.raises(RequestError, match="top level of a module"):
-        table.launch(lambda config, world: None, config(devices=2), {})
+        launch(lambda config, world: None, config(devices=2), {})
 
 
 def known(answers: dict[tuple[Any, ...], Any]) -> Callable[..., Any]:
@@ -106,13 +108,13 @@ def shows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_devices_are_checked_against_what_there_is(shows: Callable[[int], None]) -> None:
     shows(0)
-    assert devices.resolve(RunConfig(), {}).parallel.accelerator == "cpu"
+    assert plan(RunConfig(), {}).config.parallel.accelerator == "cpu"
     shows(2)
-    assert devices.resolve(override(RunConfig(), devices=2), {}).parallel.accelerator == "cuda"
+    assert plan(override(RunConfig(), devices=2), {}).config.parallel.accelerator == "cuda"
     with pytest.raises(RequestError, match="--devices 3: this machine shows 2 GPUs"):
-        devices.resolve(override(RunConfig(), devices=3), {})
+        plan(override(RunConfig(), devices=3), {})
     with pytest.raises(RequestError, match="--gpus 0,2: there is no GPU 2; this machine shows 2 GPUs"):
-        devices.resolve(override(RunConfig(), gpus="0,2"), {})
+        plan(override(RunConfig(), gpus="0,2"), {})
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,9 @@ def test_each_rank_takes_gpus_of_its_own(
     found, came = [], []
     for rank, (gpus, visible) in enumerate(ranks):
         env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        parallel = devices.resolve(override(RunConfig(), strategy=strategy, gpus=gpus, nodes=2), env).parallel
-        ids, drives_all = devices.gpu_ids(parallel, env), devices.drives_all(parallel)
+        asked = override(RunConfig(), strategy=strategy, gpus=gpus, nodes=2, init_method="tcp://h:1")
+        parallel = plan(asked, env).config.parallel
+        ids, drives_all = devices.gpu_ids(parallel, env), parallel.drives_all
         own = devices.of_rank(ids, rank, drives_all=drives_all)
         assert hardware.gpus(visible)[devices.gpu_index(parallel, env, rank)].uuid == own[0]
         found.append(" ".join(own))

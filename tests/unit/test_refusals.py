@@ -49,7 +49,7 @@ TRAIN = """
 --config broken.toml                   | broken.toml | not valid TOML
 --config mistyped.toml                 | mistyped.toml | batch | a whole number
 --model no_such_module:Net             | 'no_such_module' | start in the folder
---model mine.py                        | is a module | --model mine:Net
+--model mine.py                        | Unknown model 'mine.py' | your own goes with module:attribute
 --data photos                          | --data imagefolder --data-dir photos
 --data imagefolder --data-dir gone     | gone/train is not there | --data-dir
 --data cifar10 --no-download --data-dir gone | gone/cifar-10-batches-py | allow --download

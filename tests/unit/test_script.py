@@ -13,19 +13,19 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
 from lockstep.hardware import Gpu
-from lockstep.launchers import table
+from lockstep.launchers import start
 from lockstep.runs import folders
 
 from ..starting import config
 
 
 def test_a_process_that_runs_already_is_one_rank_and_starts_no_others() -> None:
-    with table.joined(config(), {}) as (found, world):
+    with start.joined(config(), {}) as (found, world):
         assert (found.parallel.launcher, world.size) == ("inline", 1)
     for asked in ({"devices": 2}, {"max_restarts": 1}, {"launcher": "spawn"}):
         with (
             pytest.raises(RequestError, match=r"start it with lockstep run \[flags\] SCRIPT"),
-            table.joined(config(**asked), {}),
+            start.joined(config(**asked), {}),
         ):
             pass
 
@@ -33,10 +33,10 @@ def test_a_process_that_runs_already_is_one_rank_and_starts_no_others() -> None:
 def test_of_several_gpus_a_script_alone_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu("H200", f"GPU-{index}", 1) for index in range(8)]
     monkeypatch.setattr(hardware, "gpus", lambda visible: hardware.select(gpus, visible))
-    found = table.joining(RunConfig(), {}).config.parallel
+    found = start.joining(RunConfig(), {}).config.parallel
     assert (found.launcher, found.devices, found.accelerator) == ("inline", 1, "cuda")
     with pytest.raises(RequestError, match="--launcher spawn would start"):
-        table.joining(override(RunConfig(), devices=2), {})
+        start.joining(override(RunConfig(), devices=2), {})
 
 
 def test_the_default_folder_has_the_scripts_name() -> None:

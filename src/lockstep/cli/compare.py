@@ -19,7 +19,7 @@ from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, counted
 from ..files import own_folder, shown, understanding
-from ..launchers import table as launchers
+from ..launchers import start
 from ..runs import folders
 from ..screen import Screen
 from ..sessions.script import Script
@@ -167,7 +167,7 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
         # The watcher ends it, after more steps than a short job has.
         config = dataclasses.replace(flags.parse([*rest], prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
-    launchers.launch(partial(_WATCHED[how], job, told if how == "raced" else int(told)), config)
+    start.launch(partial(_WATCHED[how], job, told if how == "raced" else int(told)), config)
     return 0
 
 

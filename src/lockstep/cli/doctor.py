@@ -17,7 +17,8 @@ from ..config.schema import ParallelConfig, RecordConfig, RunConfig
 from ..doctor.examine import Examination, Report
 from ..doctor.finding import Finding
 from ..errors import RequestError, RunError, counted
-from ..launchers import table as launchers
+from ..launchers import start
+from ..launchers.devices import visible_gpus
 from ..printable import visible_json
 from ..runs import folders
 from ..screen import Screen
@@ -67,7 +68,7 @@ def main(given: list[str]) -> int:
         tell=tell,
     )
     # Without --output, so that a failure leaves nothing in that folder.
-    report = launchers.launch(examination, dataclasses.replace(_usable(config), record=RecordConfig()))
+    report = start.launch(examination, dataclasses.replace(_usable(config), record=RecordConfig()))
     if report is not None:  # else this process is not the rank that reports
         tell(report)
     return 0
@@ -83,7 +84,7 @@ def _check_flags(given: Collection[str], config: RunConfig) -> None:
 def _usable(config: RunConfig) -> RunConfig:
     """Return the config without GPUs that torch cannot use. The doctor then reports a finding, and goes on."""
     parallel = dataclasses.replace(config.parallel, max_restarts=0)  # a rank that fails is a finding, too
-    if parallel.accelerator == "auto" and hardware.gpus(launchers.visible_gpus()):
+    if parallel.accelerator == "auto" and hardware.gpus(visible_gpus()):
         import torch  # late, and only where there are GPUs: it takes seconds
 
         if not torch.cuda.is_available():

@@ -14,11 +14,11 @@ from ..config.options import leaves, read_toml
 from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
 from ..files import DEFECTS, parse_json, read, shown
-from ..launchers import table as launchers
+from ..launchers import start
 from ..runs import folders
 from ..screen import Screen
 from . import flags, output, words
-from .train import preflight
+from .preflight import check_names
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -58,11 +58,11 @@ def main(given: list[str]) -> int:
     predictions = Path(own["--predictions"]).absolute() if "--predictions" in own else None
     config = flags.parse(rest, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
     folder = (config.record.output or source.parent).absolute()
-    preflight(config)
+    check_names(config)
     _check_writable(folder, predictions)
     resuming = dataclasses.replace(config.checkpoint, resume=str(path))
     config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())
-    scores = launchers.launch(partial(_entry, split=split, folder=folder, predictions=predictions), config)
+    scores = start.launch(partial(_entry, split=split, folder=folder, predictions=predictions), config)
     if scores is not None:
         # Of five classes or fewer it is 100 % whatever the model does.
         top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""

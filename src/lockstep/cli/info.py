@@ -6,10 +6,10 @@ import platform
 
 from .. import hardware
 from ..config.options import recipes
-from ..config.registry import KINDS
+from ..config.registry import KINDS, LAUNCHERS
 from ..data import sets
 from ..errors import RequestError
-from ..launchers import table as launchers
+from ..launchers.devices import visible_gpus
 from ..models import table as models
 from ..screen import Screen
 from ..versions import version_of
@@ -27,7 +27,7 @@ def main(given: list[str]) -> int:
     """Print the facts, and return the exit code."""
     if given:
         raise RequestError(f"lockstep info takes no arguments, found {' '.join(given)}.")
-    found = hardware.survey(launchers.visible_gpus())
+    found = hardware.survey(visible_gpus())
     gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in found.gpus) or "none"
     rows = {
         "python": f"{platform.python_version()} on {platform.platform()}",
@@ -39,7 +39,7 @@ def main(given: list[str]) -> int:
         "models": ", ".join((*models.OURS, "torchvision's classifiers", "module:attribute")),
         "data sets": ", ".join((*sets.DATA_SETS, "module:attribute")),
         **{f"strategy {name}": kind.phrase for name, kind in KINDS.items()},
-        "launchers": ", ".join(launchers.LAUNCHERS),
+        "launchers": ", ".join(LAUNCHERS),
     }
     with output.written():
         Screen().table(("lockstep", version_of("lockstep-torch") or "not installed"), rows.items(), texts=2)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from .. import user_code
 from ..config.options import leaves, left_to_command
-from ..config.registry import KINDS, kind, per_device
+from ..config.registry import KINDS, per_device
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
-from ..launchers import table as launchers
+from ..launchers import start
+from ..launchers.plan import plan
 from ..runs import folders
 from ..sessions.script import Script
 from . import flags, output
@@ -37,10 +38,10 @@ def main(given: list[str]) -> int:
         output.show(_USAGE.format(flags=listed))
         return 0
     config, script = asked(given, prog="lockstep run")
-    planned = launchers.plan(config)
+    planned = plan(config)
     if planned.starts_here:
         folders.check(config)
-    return launchers.start(script, planned) or 0
+    return start.start(script, planned) or 0
 
 
 def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
@@ -61,11 +62,10 @@ def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     # The script decides on model and data; its name is that of the default folder.
     base = RunConfig(model=ModelConfig(name=name if is_module else Path(name).stem), data=DataConfig(name=""))
     config = flags.parse(ours, prog=prog, base=base, imports=False, check=check)
-    strategy = config.parallel.strategy
-    if strategy != "auto" and kind(strategy).drives_all:
+    if config.parallel.drives_all:
         raise RequestError(
-            f"--strategy {strategy} drives several devices from one process, and each process of a script has one; "
-            f"take {per_device()}, or leave it out."
+            f"--strategy {config.parallel.strategy} drives several devices from one process, and each process of a "
+            f"script has one; take {per_device()}, or leave it out."
         )
     if not is_module:
         _check_script(name)

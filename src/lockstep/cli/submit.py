@@ -15,7 +15,7 @@ from ..monitor.output import say
 from ..runs import folders
 from ..verify import commands
 from . import flags, output, words
-from .train import preflight
+from .preflight import check_names
 
 USAGE = f"""\
 usage: lockstep submit slurm [its flags] RECIPE [flags of lockstep train]
@@ -56,7 +56,7 @@ def main(given: list[str]) -> int:
     if "--tasks-per-node" in options:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")
     config = flags.parse(rest, prog="lockstep submit slurm")
-    preflight(config)
+    check_names(config)
     # The request is checked here as far as possible: the cluster would refuse it after a long wait.
     job = submit.lay_out({"--job-name": folders.default_name(config), **options}, sbatch, config)
     micro, accumulate = config.batch.micro_batch, config.batch.accumulate

@@ -22,14 +22,14 @@ from ..config.options import recipes
 from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped
 from ..files import shown, write_json
-from ..launchers.table import visible_gpus
+from ..launchers.devices import visible_gpus
 from ..record import checks
 from ..record.checks import Check
 from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
 from . import flags, run, words
-from .train import check, preflight
+from .preflight import check, check_names
 
 _BUSY, _LOOK_S = 0.15, 0.5
 """Warn above this CPU share of other programs; measure it for so many seconds."""
@@ -65,7 +65,7 @@ class Job:
 
     def check_value(self, key: str, value: str) -> None:
         """Raise `RequestError` for a value that is invalid in any combination."""
-        preflight(flags.parse([*grid.words(key, value)], prog=self._prog, base=RunConfig(), check=lambda *_: None))
+        check_names(flags.parse([*grid.words(key, value)], prog=self._prog, base=RunConfig(), check=lambda *_: None))
 
     def command(self, cell: Cell, folder: Path) -> Words:
         """Return the command to measure. It writes to `folder`, and evaluates nothing."""

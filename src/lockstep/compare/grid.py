@@ -11,7 +11,7 @@ from ..config.options import leaves
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
-from ..launchers import table
+from ..launchers.plan import plan
 
 MOST = 64  # variants that are run without --yes
 _DECIDED = ("output", "resume", "eval-every", "quiet")
@@ -118,7 +118,7 @@ def _check_devices(config: RunConfig) -> None:
     if kind.has_two_levels:
         raise RequestError(f"{strategy} needs several nodes, which are started by hand.")
     if devices is None:
-        devices = table.plan(config).least_ranks if kind.process_per_device else 2 if kind.drives_all else 1
+        devices = plan(config).least_ranks if kind.process_per_device else 2 if kind.drives_all else 1
     is_several = kind.has_ranks or kind.drives_all
     if devices == 1 and is_several:
         raise RequestError(f"{strategy} on one device is what single is; give --devices.")

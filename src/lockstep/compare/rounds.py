@@ -20,7 +20,7 @@ import psutil
 from .. import hardware
 from ..errors import RequestError, RunError, counted
 from ..files import own_folder, shown, understanding, write_json
-from ..launchers.table import visible_gpus
+from ..launchers.devices import visible_gpus
 from ..record.console import duration
 from . import numbers, race, records, trials
 from .grid import Cell, Words

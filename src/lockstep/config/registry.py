@@ -1,10 +1,8 @@
-"""The strategies: one line each with the facts that launchers need. No torch."""
+"""The strategies and the launchers: one line each with the facts that a launch plan needs. No torch."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-from ..errors import choose
 
 
 class Kind(NamedTuple):
@@ -39,9 +37,27 @@ KINDS = {
 }
 
 
-def kind(strategy: str) -> Kind:
-    """Return the named strategy's line. Raises `RequestError` with the nearest names for an unknown one."""
-    return KINDS[choose("strategy", strategy, KINDS)]
+class Launcher(NamedTuple):
+    """A launcher's module and flags. The module's `launch(entry, planned, env)` returns rank 0's value or None."""
+
+    module: str
+    joins: bool
+    """Whether this process, which runs already, is a rank; else ranks are started."""
+    takes: tuple[str, ...] = ()
+    """The flags on how ranks meet that the launcher takes."""
+    on_several: str = ""
+    """The module that replaces `module` with several nodes; only then are the flags taken."""
+
+
+LAUNCHERS = {
+    "inline": Launcher(".join", joins=True),  # this process is the only rank
+    "spawn": Launcher(".supervisor", joins=False),  # this process starts its host's ranks
+    # The same, again where one is lost; on several nodes with agents that agree.
+    "elastic": Launcher(".supervisor", False, ("--init-method", "--interface"), ".nodes"),
+    "environment": Launcher(".join", True, ("--rank", "--world-size", "--interface")),  # torchrun, srun or mpirun has
+    "manual": Launcher(".join", True, ("--init-method", "--rank", "--world-size", "--interface")),  # a person has
+    "ray": Launcher(".ray", joins=False),  # Ray starts the ranks, on the nodes of its cluster
+}
 
 
 def with_ranks() -> str:

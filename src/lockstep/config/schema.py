@@ -20,6 +20,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import RequestError, choose
+from .registry import KINDS, LAUNCHERS
 from .validity import Bounds, OneOf, check
 
 _key = tyro.conf.arg
@@ -123,11 +124,13 @@ class BatchConfig:
 class ParallelConfig:
     """The devices, the way to use them, and how their processes meet."""
 
-    strategy: str = "auto"  # single, dp, ddp or hybrid; auto takes ddp where there are several devices.
+    strategy: Annotated[str, OneOf(KINDS, ("auto",))] = "auto"
+    """single, dp, ddp or hybrid; auto takes ddp where there are several devices."""
     devices: _MaybeInt = None  # Devices on this node; by default all GPUs, or one CPU process.
     gpus: str = ""  # Chosen GPUs by index, such as 0,1 (as numbered among those visible to this process).
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"  # auto, cpu or cuda.
-    launcher: str = "auto"  # How processes start: inline, spawn, elastic, environment, manual, ray; auto finds out.
+    launcher: Annotated[str, OneOf(LAUNCHERS, ("auto",))] = "auto"
+    """How processes start: inline, spawn, elastic, environment, manual, ray; auto finds out."""
     nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"
     """Number of nodes; 1:4 takes as many as there are, and goes on with those that are left."""
     max_restarts: Annotated[int, _FromZero] = 0  # Times that ranks start again, from the last checkpoint.
@@ -158,6 +161,21 @@ class ParallelConfig:
     def gpu_indices(self) -> tuple[int, ...]:
         """The indices in --gpus, in the order given; empty if none were chosen."""
         return tuple(int(word) for word in self.gpus.replace(" ", "").split(",") if word)
+
+    @property
+    def has_rendezvous_url(self) -> bool:
+        """Whether ranks meet at the --init-method URL, not by the environment."""
+        return self.init_method not in ("", "env:", "env:/", "env://")
+
+    @property
+    def drives_all(self) -> bool:
+        """Whether each process drives all its devices. `auto` never resolves to such a strategy."""
+        return self.strategy != "auto" and KINDS[self.strategy].drives_all
+
+    @property
+    def process_per_device(self) -> bool:
+        """Whether a node has as many processes as devices. Of `auto`, which may be either, not."""
+        return self.strategy != "auto" and KINDS[self.strategy].process_per_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -37,12 +38,16 @@ class Bounds:
         require(value < self.below, f"--{flag} {value}: give a number below {self.below:,}.")
 
 
-class OneOf(tuple[str, ...]):
-    """The words that an option takes."""
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """The words that an option takes: those of a table, which may become more, and others."""
+
+    words: Collection[str]
+    others: tuple[str, ...] = ()
 
     def check(self, flag: str, value: str) -> None:
         """Raise `RequestError`, with the nearest words, for another one."""
-        choose(f"--{flag}", value, self)
+        choose(f"--{flag}", value, (*self.others, *self.words))
 
 
 _USUAL = {int: Bounds(least=1, below=2**63), float: Bounds()}

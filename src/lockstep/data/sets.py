@@ -71,7 +71,6 @@ def _entry(name: str) -> Entry:
     if ":" in name:
         return _OWN
     if name not in DATA_SETS:
-        user_code.check_no_module("--data", name, "splits")
         advice = "Your own goes with module:attribute."
         if name and Path(name).is_dir():
             advice = f"A folder of photographs goes with --data imagefolder --data-dir {name}."

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hardware
 from ..config.schema import RunConfig
-from ..launchers import hosts, rank, table
-from ..launchers.devices import drives_all
+from ..launchers import hosts, rank
+from ..launchers.devices import visible_gpus
 from ..world.topology import Topology
 from .finding import RED, UNCHECKED, Finding, Probe, look, merged
 
@@ -60,7 +60,7 @@ class Examination:
         from . import alone, together
 
         parallel, is_cpu = config.parallel, device.type == "cpu"
-        seen = hardware.survey(table.visible_gpus())
+        seen = hardware.survey(visible_gpus())
         interface = rank.bound()
         address = alone.address_of(interface, topology.address or hosts.ANYWHERE)
         board = together.Board(PrefixStore("doctor", store), topology.rank, topology.size, parallel.stall_timeout)
@@ -68,7 +68,7 @@ class Examination:
         probes: list[tuple[str, str, Probe]] = []
         if not is_cpu:
             chosen = list(parallel.gpu_indices or range(len(seen.gpus)))[: parallel.devices]
-            own = chosen if drives_all(parallel) else [device.index]
+            own = chosen if parallel.drives_all else [device.index]
             probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(at, seen.gpus[at]) for at in own]))
         if topology.local_rank == 0:
             gpus, several = len(seen.gpus), topology.nodes > 1

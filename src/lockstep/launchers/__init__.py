@@ -1,1 +1,1 @@
-"""How the ranks of a run start, or join, and meet. `table.py` lists the launchers."""
+"""How the ranks of a run start, or join, and meet. `config/registry.py` lists the launchers."""

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -93,6 +94,17 @@ def check_interface(name: str, env: Mapping[str, str]) -> None:
 def url(host: str, port: int | str) -> str:
     """Return tcp://HOST:PORT, with brackets around an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return host and port of tcp://HOST:PORT. Raises `RequestError` for any other URL."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.hostname and parts.port and not parts.path.strip("/") and not parts.query:
+            return parts.hostname, parts.port
+    raise RequestError(
+        f"--init-method {url}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
+    )
 
 
 def caution(host: str, *, has_met: bool = True) -> str:

@@ -25,8 +25,8 @@ from ..monitor import failures
 from ..monitor.failures import Failure
 from ..world.topology import Topology
 from . import environments, hosts, rank, stores
-from .devices import Entry, has_rendezvous_url, host_and_port
 from .environments import LOOPBACK, Place
+from .plan import Entry, LaunchPlan
 from .stores import Door
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
@@ -34,9 +34,9 @@ _LOOPBACK = ("localhost", LOOPBACK, "::1")
 _ECHO_WAITS_S = 5.0
 
 
-def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
-    """Run the entry as this process's rank under a resolved config."""
-    with seat(config, env) as mine:
+def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | None:
+    """Run the entry as this process's rank."""
+    with seat(planned.config, env) as mine:
         return mine.run(entry)
 
 
@@ -91,7 +91,7 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
         return environments.read(env)
     if parallel.launcher == "inline":
         return Place(Topology(), Door())
-    by_url, index, size = has_rendezvous_url(parallel), parallel.rank, parallel.world_size
+    by_url, index, size = parallel.has_rendezvous_url, parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
         found = array or [None if by_url else environments.whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE")]
@@ -109,7 +109,7 @@ def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
     url, interface = parallel.init_method, parallel.interface
     if not url:
         raise RequestError(f"--rank and --world-size need --init-method, the place where ranks meet: {_EXAMPLES}.")
-    if not has_rendezvous_url(parallel):
+    if not parallel.has_rendezvous_url:
         for variable in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(variable):
                 raise RequestError(f"--init-method env:// needs {variable} in the environment; set it on every rank.")
@@ -122,7 +122,7 @@ def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
         return Door(file=Path(unquote(parts.path)), host=host, secret=stores.of_job(env, on_one_host=False))
     if parts.scheme != "tcp":
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
-    host, port = host_and_port(url)
+    host, port = hosts.host_and_port(url)
     return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
 
 

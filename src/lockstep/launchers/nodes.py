@@ -39,7 +39,7 @@ from ..monitor.notes import FOLDER
 from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
-from .devices import Entry, host_and_port, processes
+from .plan import Entry, LaunchPlan
 from .stores import PREFIX, Door
 from .supervisor import Supervisor, packed, value_of
 from .variables import having, unset
@@ -53,14 +53,15 @@ _LOOK_S = 0.3
 _OTHERS_S = 30.0  # for other nodes to be done
 
 
-def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | None:
     """Run this node's ranks to completion; return rank 0's value, if local.
 
     Raises the error of the rank that failed first, once it is not to be started again.
     """
-    payload, parallel = packed(entry, config), config.parallel
+    config, parallel = planned.config, planned.config.parallel
+    payload = packed(entry, config)
     hosts.check_interface(parallel.interface, env)
-    (host, port), secret = host_and_port(parallel.init_method), stores.of_job(env, on_one_host=False)
+    (host, port), secret = hosts.host_and_port(parallel.init_method), stores.of_job(env, on_one_host=False)
     try:  # the store is served where the address is this host's and nobody serves it yet
         rendezvous = stores.serve(host, port, secret=secret)
         if parallel.nodes < parallel.most_nodes and rendezvous.caution:
@@ -81,7 +82,7 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | Non
     with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | quiet), contextlib.ExitStack() as kept:
         kept.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)  # what torch's rendezvous logs is told in our words
-        return _Agent(rendezvous, job, secret, config, processes(config, env)).run(payload)
+        return _Agent(rendezvous, job, secret, config, planned.processes).run(payload)
 
 
 class _State(dynamic.RendezvousBackend):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import files, hardware
-from ..config.registry import kind
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, RunError, Stopped
 from ..monitor import bounded, failures, output, tracebacks
@@ -29,7 +28,8 @@ from ..monitor.progress import Progress
 from ..monitor.watchdog import Watchdog
 from ..world.topology import Topology
 from . import hosts, rollcall
-from .devices import Entry, drives_all, gpu_ids, gpu_index
+from .devices import gpu_ids, gpu_index
+from .plan import Entry
 from .rollcall import Member
 from .stores import Rendezvous
 from .variables import having, unset
@@ -133,7 +133,7 @@ def met(
         size=topology.size,
         accelerator=parallel.accelerator,
         gpus=gpu_ids(parallel, env),
-        drives_all=drives_all(parallel),
+        drives_all=parallel.drives_all,
         addresses=hosts.own_addresses(rendezvous.host or hosts.ANYWHERE, parallel.interface),
         interface=parallel.interface,
     )
@@ -283,7 +283,7 @@ def check_agrees(asked: ParallelConfig, found: Topology, names: Mapping[str, str
         ("--world-size", asked.world_size, found.size),
         ("--rank", asked.rank, found.rank),
         # One process that drives several devices is one rank.
-        ("--devices", asked.devices if kind(asked.strategy).process_per_device else None, found.local_size),
+        ("--devices", asked.devices if asked.process_per_device else None, found.local_size),
         ("--nodes", asked.nodes if 1 < asked.nodes == asked.most_nodes else None, found.nodes),
     ):
         if flag in names and wanted not in (None, has):

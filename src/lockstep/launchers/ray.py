@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from ..config.registry import auto, kind, with_ranks
+from ..config.registry import KINDS, auto, with_ranks
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError, Stopped, counted, ranks_in_short
 from ..monitor import failures
@@ -35,7 +35,7 @@ from ..monitor.failures import Failure, first_cause
 from ..monitor.signals import KILLED, Interrupts
 from ..world.topology import Topology
 from . import stores
-from .devices import Entry
+from .plan import Entry, LaunchPlan
 from .stores import Door
 from .supervisor import GRACE_S, Supervisor, end_with, value_of
 
@@ -47,12 +47,13 @@ _ANSWER_S = 3.0
 _READ_BYTES = 1 << 16
 
 
-def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | None:
     """Run the ranks on the cluster; return rank 0's value.
 
-    `config` is not resolved yet: `auto` depends on the cluster's nodes. Raises the error of the rank that failed first,
-    and `RequestError` where the cluster does not give the resources within --timeout.
+    The plan's config is not resolved yet: `auto` depends on the cluster's nodes. Raises the error of the rank that
+    failed first, and `RequestError` where the cluster does not give the resources within --timeout.
     """
+    config = planned.config
     if gpus := config.parallel.gpus:
         raise RequestError(f"--gpus {gpus}: under --launcher ray, Ray chooses each rank's GPUs; give --devices.")
     try:
@@ -106,7 +107,7 @@ def _resolved(asked: ParallelConfig) -> ParallelConfig:
     count = asked.devices or (max(1, int(least)) if on_gpus else 1)
     is_several = count * asked.nodes > 1
     strategy = auto(several=is_several) if asked.strategy == "auto" else asked.strategy
-    if is_several and not kind(strategy).has_ranks:
+    if is_several and not KINDS[strategy].has_ranks:
         raise RequestError(
             f"--launcher ray starts ranks, and --strategy {strategy} is one process; take --strategy {with_ranks()}."
         )
@@ -157,7 +158,7 @@ class _Job:
     ) -> None:
         """Start the pickled (entry, config) on all ranks."""
         nodes, parallel = len(actors), config.parallel
-        here = (parallel.devices or 1) if kind(parallel.strategy).process_per_device else 1
+        here = (parallel.devices or 1) if parallel.process_per_device else 1
         door = Door(host=found[0][0], port=found[0][2], secret=secrets.token_bytes(32)) if nodes > 1 else None
         paths, folder = [str(Path(path).absolute()) for path in sys.path], str(Path.cwd())
         self._actors, self._here, self._resume_hint = actors, here, failures.resume_hint(config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.options import flatten
-from ..config.registry import auto, kind
+from ..config.registry import KINDS, auto
 from ..config.schema import RunConfig
 from ..config.validity import require
 from ..errors import RequestError, RunError, counted
@@ -89,7 +89,7 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
     strategy = given["strategy"]
     if strategy == "auto":
         strategy = auto(several=nodes * (gpus or asked or 1) > 1)
-    chosen, with_gpus = kind(strategy), f"--strategy {strategy} with --gpus-per-node {gpus}"
+    chosen, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
     tasks = (gpus or asked or 1) if chosen.process_per_device else 1
     require(nodes == 1 or chosen.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")
     wrong_tasks = f"--ntasks-per-node {asked}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out."

@@ -40,7 +40,7 @@ from ..monitor.output import say, survive
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts
 from ..world.topology import Topology
 from . import rank, stores
-from .devices import Entry, processes
+from .plan import Entry, LaunchPlan
 from .stores import Door
 
 GRACE_S = 2.0
@@ -90,13 +90,13 @@ class _Worker:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def launch(entry: Entry, config: RunConfig, env: Mapping[str, str]) -> Any | None:
+def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | None:
     """Run this host's ranks, restarting by --max-restarts; return rank 0's value.
 
     Raises the error of the rank that failed first; by then the others have been ended.
     """
-    payload, places = packed(entry, config), Topology.of_node(processes(config, env))
-    with Supervisor(config) as supervisor:
+    payload, places = packed(entry, planned.config), Topology.of_node(planned.processes)
+    with Supervisor(planned.config) as supervisor:
         while True:
             with stores.memory() as memory:  # a new one, in which no rank that was killed has left half an entry
                 ended = supervisor.run(places, payload, Door(memory=memory))

@@ -108,7 +108,6 @@ def _torchvision_name(name: str) -> str:
         return plain
     if name.startswith(_PREFIX):
         raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
-    user_code.check_no_module("--model", name, "Net")
     raise unknown("model", name, {*OURS, *theirs}, _HINT)
 
 

@@ -17,7 +17,7 @@ from ..config.options import IDENTITY, flatten, flatten_common, to_toml
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..files import write_whole
-from ..launchers.table import visible_gpus
+from ..launchers.devices import visible_gpus
 from ..monitor import failures, output
 from ..monitor.notes import FOLDER
 from ..monitor.progress import SETUP

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..config.options import override
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
-from ..launchers import table
+from ..launchers import start
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
 from ..printable import told, visible
@@ -147,10 +147,10 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
         if not callable(entry):
             raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
         if config is not None:
-            return table.launch(entry, config)
+            return start.launch(entry, config)
         name = getattr(entry, "__name__", "function")
         wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
-        return table.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
+        return start.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
     except LockstepError:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _tell
@@ -235,7 +235,7 @@ class _OwnProcess:
                 "A process that the script has started, such as a data worker, imports the script and would run it "
                 'anew; put what the script does under `if __name__ == "__main__":`.'
             )
-        self._started = Started(*self._kept.enter_context(table.joined(config)))
+        self._started = Started(*self._kept.enter_context(start.joined(config)))
         self._started.world.progress.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         for owner, name in self._exits:

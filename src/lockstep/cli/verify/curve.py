@@ -13,7 +13,7 @@ from ...config.registry import KINDS
 from ...config.schema import ParallelConfig, RunConfig
 from ...errors import ProofError, RequestError, RunError
 from ...files import check_own
-from ...launchers import table as launchers
+from ...launchers.plan import plan
 from ...record import checks
 from ...record.checks import Check
 from ...runs import folders
@@ -22,7 +22,7 @@ from ...verify import curve
 from ...verify.curve import Outcome
 from ...verify.variants import Setup
 from .. import flags, output, run, variants, words
-from ..train import check as check_training
+from ..preflight import check
 
 USAGE = """\
 usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
@@ -92,14 +92,14 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
     if kind is not None and not (kind.has_ranks or kind.drives_all):
         raise RequestError(f"--strategy {asked.strategy} is what the others are compared with; leave it out.")
     alone = dataclasses.replace(config, parallel=ParallelConfig(accelerator=asked.accelerator))
-    if not launchers.plan(alone).starts_here:
+    if not plan(alone).starts_here:
         raise RequestError(
             f"lockstep verify {name} starts all ranks itself, and this process is a rank by its environment; start the "
             "command once, without torchrun, or, if the variables are left over: unset RANK WORLD_SIZE LOCAL_RANK."
         )
     count = variants.several(config)
     several = override(config, devices=count)
-    launchers.plan(several) if script else check_training(several)
+    plan(several) if script else check(several)
     return Setup(
         config=config,
         folder=Path(),

@@ -12,13 +12,13 @@ from ...config.options import override
 from ...config.registry import KINDS
 from ...config.schema import RunConfig
 from ...errors import ProofError, RequestError, counted, ranks_named
-from ...launchers import table as launchers
-from ...launchers.table import LaunchPlan
+from ...launchers import start
+from ...launchers.plan import LaunchPlan, plan
 from ...record import checks
 from ...runs import folders
 from ...screen import Screen
 from .. import output, run, variants, words
-from ..train import preflight
+from ..preflight import check_names
 from . import curve
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def main(given: list[str]) -> int:
     if is_loop:
         setup = curve.checked(override(config, max_steps=1), rest, script, name="gradients")
     else:
-        preflight(config)
+        check_names(config)
     from ...verify.gradients import TOLERANCE, TOLERANCES, strategies  # late: it imports torch
 
     tolerance = own.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
@@ -78,7 +78,7 @@ def main(given: list[str]) -> int:
         return curve.judge(setup, tolerance)
     names = strategies(config.parallel.strategy)
     planned = _planned(config, names)
-    report = launchers.start(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
+    report = start.start(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
     if report is None:
         return 0  # this process is not the rank that reports
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
@@ -107,8 +107,8 @@ def _planned(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
-    planned = launchers.plan(config)
-    return launchers.plan(override(config, devices=variants.several(config))) if planned.starts_here else planned
+    planned = plan(config)
+    return plan(override(config, devices=variants.several(config))) if planned.starts_here else planned
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:

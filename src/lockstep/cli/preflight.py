@@ -1,0 +1,25 @@
+"""What is checked of a request before any process starts. No torch."""
+
+from __future__ import annotations
+
+from ..batching import BatchPlan
+from ..config.schema import RunConfig
+from ..data import sets
+from ..launchers.plan import LaunchPlan, plan
+from ..models import table
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise `RequestError` for a model or data that cannot be."""
+    table.preflight(config.model.name)
+    sets.preflight(config.data)
+
+
+def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
+    """Return the launch plan and the batch plan. Refuses impossible requests, also a batch that cannot be split."""
+    check_names(config)
+    planned, batch = plan(config), config.batch
+    parallel, ranks = planned.config.parallel, planned.least_ranks
+    devices = (parallel.devices or 1) if parallel.drives_all else 1
+    micro, accumulate = batch.micro_batch, batch.accumulate
+    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=devices)

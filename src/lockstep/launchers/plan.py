@@ -1,0 +1,177 @@
+"""The launch plan: what will run where, resolved once from config and environment. No torch.
+
+`auto` asks in this order: do flags say where ranks meet (manual)? Has a program started the ranks (environment)? Are
+lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)? Else it is inline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import hardware
+from ..config.registry import KINDS, LAUNCHERS, auto, with_ranks, with_several
+from ..config.schema import ParallelConfig, RunConfig
+from ..errors import RequestError, counted
+from .environments import check_started, of_array, started_ranks, starter, variables
+
+if TYPE_CHECKING:
+    from ..world.world import World  # which imports torch; a plan is made without it
+
+Entry = Callable[[RunConfig, "World"], Any]
+"""The function of every rank. Importable by name, since a launcher may start processes that look it up."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A run's resolved config, and its processes on this node."""
+
+    config: RunConfig
+    """With strategy, accelerator and launcher resolved from `auto`; under Ray, only the launcher."""
+    processes: int
+    """The number of ranks on this node; 1 under Ray, which counts its nodes' devices."""
+    least_ranks: int
+    """The least number of ranks on all nodes."""
+    starts_here: bool
+    """Whether this process starts all ranks or is the only one, so that rank 0 sees this host's files."""
+
+    @property
+    def launcher(self) -> str:
+        """The launcher's name."""
+        return self.config.parallel.launcher
+
+    def __str__(self) -> str:
+        """Describe the run's processes in two or three lines."""
+        parallel = self.config.parallel
+        at_least = "at least " if parallel.nodes != parallel.most_nodes else ""
+        meets = f"\nranks meet at {parallel.init_method}" if parallel.init_method else ""
+        return (
+            f"launcher {self.launcher}, strategy {parallel.strategy}, accelerator {parallel.accelerator}, devices "
+            f"{parallel.gpus or parallel.devices or 'all'} on each node\n{counted(self.processes, 'rank')} of "
+            f"{at_least}{self.least_ranks} on this node, of {counted(parallel.nodes, 'node')}{meets}"
+        )
+
+
+def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
+    """Return a run's plan from config and environment. By default this process's environment.
+
+    Raises `RequestError` for contradictory flags, for strategies that cannot use the devices or ranks, for devices that
+    this machine lacks, and for nodes that cannot meet.
+    """
+    env = os.environ if env is None else env
+    parallel, ranks = config.parallel, _known_ranks(config.parallel, env)
+    if parallel.launcher != "ray":  # which resolves them for its cluster
+        parallel = _resolved(parallel, ranks, env)
+    here = _devices(parallel, env) if parallel.process_per_device else 1
+    if parallel.launcher == "auto":
+        parallel = dataclasses.replace(parallel, launcher=_auto(parallel, here, env))
+    _check(parallel, here, env)
+    starts_here = parallel.launcher in ("inline", "spawn", "elastic") and parallel.most_nodes == 1
+    least = max(here * parallel.nodes, ranks)
+    return LaunchPlan(dataclasses.replace(config, parallel=parallel), here, least, starts_here)
+
+
+def _known_ranks(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
+    """Return the least world size that flags and environment imply, devices aside."""
+    array = of_array(env) if parallel.world_size is None and parallel.has_rendezvous_url else None
+    return max(parallel.nodes, parallel.world_size or 1, started_ranks(env), array[1] if array else 1)
+
+
+def _resolved(asked: ParallelConfig, ranks: int, env: Mapping[str, str]) -> ParallelConfig:
+    """Return `asked` with `auto` strategy and accelerator resolved."""
+    parallel = dataclasses.replace(asked, accelerator=_accelerator(asked, env))
+    devices, ranks = _devices(parallel, env), max(asked.most_nodes, ranks)
+    if asked.strategy == "auto":
+        parallel = dataclasses.replace(parallel, strategy=auto(several=max(devices, ranks) > 1))
+    strategy, chosen = parallel.strategy, KINDS[parallel.strategy]
+    if ranks > 1 and not chosen.has_ranks:
+        raise RequestError(
+            f"--strategy {strategy} is one process, but --nodes, --world-size or the environment ask for {ranks} "
+            f"ranks; take --strategy {with_ranks()}."
+        )
+    if chosen.process_per_device:
+        return parallel
+    named = asked.devices or len(asked.gpu_indices)
+    if named > 1 and not chosen.drives_all:
+        raise RequestError(
+            f"--strategy {strategy} uses one device, but {named} were asked for; take {with_several()}, or one device."
+        )
+    return dataclasses.replace(parallel, devices=devices if chosen.drives_all else 1)
+
+
+def _accelerator(asked: ParallelConfig, env: Mapping[str, str]) -> str:
+    """Return cuda or cpu. Raises `RequestError` for GPUs that do not exist."""
+    if asked.accelerator == "cpu":
+        return "cpu"
+    gpus = len(hardware.gpus(env.get("CUDA_VISIBLE_DEVICES")))
+    shown = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
+    if missing := [index for index in asked.gpu_indices if index >= gpus]:
+        instead = "counted from 0" if gpus else f"take --devices {len(asked.gpu_indices)} --accelerator cpu"
+        raise RequestError(f"--gpus {asked.gpus}: there is no GPU {missing[0]}; {shown}; {instead}.")
+    if asked.accelerator == "auto" and not gpus:
+        return "cpu"
+    if (asked.devices or 1) > gpus:
+        flag = f"--devices {asked.devices}" if gpus else "--accelerator cuda"
+        raise RequestError(f"{flag}: {shown}; see nvidia-smi and CUDA_VISIBLE_DEVICES, or take --accelerator cpu.")
+    return "cuda"
+
+
+def _devices(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
+    """Return this node's device count: --devices, --gpus, all GPUs, or 1 (CPU)."""
+    if asked := parallel.devices or len(parallel.gpu_indices):
+        return asked
+    return len(hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))) if parallel.accelerator == "cuda" else 1
+
+
+def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
+    by_hand = parallel.rank is not None or parallel.world_size is not None
+    if parallel.has_rendezvous_url and (by_hand or parallel.most_nodes == 1):
+        return "manual"
+    if starter(env):
+        return "environment"
+    if not by_hand and (parallel.max_restarts or (parallel.most_nodes > 1 and parallel.init_method)):
+        return "elastic"
+    if by_hand or parallel.init_method:
+        return "manual"
+    check_started(env)
+    if parallel.most_nodes > 1:
+        raise RequestError(
+            f"--nodes {parallel.nodes_asked}: nothing says how they meet; give each the same --init-method "
+            f"tcp://HOST:PORT, HOST being one of them, or start them with torchrun --nnodes {parallel.nodes_asked}."
+        )
+    return "spawn" if here > 1 else "inline"
+
+
+def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
+    """Raise `RequestError` where flags or environment do not fit the launcher."""
+    name, launcher = parallel.launcher, LAUNCHERS[parallel.launcher]
+    flags = {
+        "--init-method": parallel.init_method if parallel.has_rendezvous_url else None,
+        "--interface": parallel.interface or None,
+        "--rank": parallel.rank,
+        "--world-size": parallel.world_size,
+    }
+    taken = () if launcher.on_several and parallel.most_nodes == 1 else launcher.takes
+    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None and flag not in taken]
+    started, several = started_ranks(env), counted(parallel.most_nodes, "node")
+    why = ""
+    if started > 1 and (name == "inline" or not launcher.joins):
+        why = (
+            f"would begin anew: another program, such as torchrun, has started {started} ranks, of which this is one; "
+            f"leave --launcher out, or, if left over: unset {' '.join(variables(env))}."
+        )
+    elif given:
+        why = f"settles how ranks meet: {', '.join(given)} belongs to --launcher manual; drop it, or take that."
+    elif name != "elastic" and parallel.max_restarts:
+        why = "starts ranks once: drop --max-restarts, take --launcher elastic, or give torchrun its own."
+    elif name in ("manual", "ray") and parallel.nodes != parallel.most_nodes:
+        why = "keeps its nodes: give --nodes one number, or take --launcher elastic."
+    elif (name == "inline" and here > 1) or (name in ("inline", "spawn") and parallel.most_nodes > 1):
+        why = (
+            f"is one process, or one host's, but needs {here} on each of {several}; take --launcher auto, or torchrun."
+        )
+    if why:
+        raise RequestError(f"--launcher {name} {why}")
