@@ -30,11 +30,11 @@ from lockstep.sessions import scoring
 from lockstep.verify import claims
 from lockstep.world.world import World
 
-from ..command import command, events, losses, refusal
+from ..command import command, losses, refusal
 from ..pool import RankPool
 
 MANIFEST, STEPS, SUMMARY = "manifest.json", "steps.jsonl", "summary.json"
-CLAIMS = {"files", "steps", "losses", "rates", "evaluations", "summary", "checkpoints", "replicas", "ledger"}
+CLAIMS = {"files", "steps", "samples", "losses", "checkpoints", "replicas", "ledger"}
 WORDS = ("train", "digits", "--model", "mlp", "--accelerator", "cpu", "--strategy", "single", "--batch", 50)
 Capture = pytest.CaptureFixture[str]
 Spoil = Callable[[Path], object]
@@ -111,14 +111,14 @@ def _holds(folder: Path, capsys: Capture, *open_claims: str) -> str:
 
 def test_a_whole_run_holds_and_says_so(copy: Path, capsys: Capture) -> None:
     before = _json(copy / SUMMARY)
-    assert _holds(copy, capsys).endswith(f"{copy}: 9 claims hold.")
+    assert _holds(copy, capsys).endswith(f"{copy}: 7 claims hold.")
     summary = _json(copy / SUMMARY)
     judged = summary["proof"]
     assert summary | {"proof": {}} == before | {"proof": {}}
-    assert (judged["steps"]["times"], judged["evaluations"]["times"], judged["ledger"]["times"]) == (69, 3, 6)
+    assert (judged["steps"]["times"], judged["checkpoints"]["times"], judged["ledger"]["times"]) == (69, 3, 6)
     assert judged["replicas"] == before["proof"]["replicas"]
     sheet = (copy / "proof.md").read_text()
-    assert "| Each step had the learning rate of the config's schedule | **holds** | 69 | bit for bit |" in sheet
+    assert "| Each optimizer step has its planned samples | **holds** | 69 | exactly |" in sheet
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,6 @@ def test_a_run_that_is_complete_extended_or_carried_to_another_folder_holds(tmp_
     assert _wrong(onwards) == []
     _train(first, "--epochs", 3, "--resume", first / "checkpoints" / "step-00000058")
     assert _wrong(first) == [], "taken up from an older checkpoint"
-    _edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.5')(onwards)  # of which its records have not all
-    (wrong,) = _wrong(onwards)
-    assert re.match("checkpoints: last: its best_top1 is .*, and summary.json has 0.5", wrong)
 
 
 def _scored(patch: pytest.MonkeyPatch, *tops: float) -> None:
@@ -195,15 +192,11 @@ def test_a_run_that_was_stopped_and_resumed_on_other_ranks_holds(
     stopped = len(losses(folder))
     said = _holds(folder, capsys)
     assert f"The run is not complete: it was stopped on request at step {stopped} of 54, and can be resumed." in said
-    # More epochs make another schedule: the steps behind had, rightly, other rates.
     more = ("--resume", "auto", "--epochs", 4)
     assert _on_ranks(pool, 3, folder, *words, *more, "--max-steps", 40) == ""
     assert "not complete" not in _holds(folder, capsys)
     _train(folder, *words, *more, "--max-steps", 45)
     _holds(folder, capsys, "replicas")
-    rate = events(folder, "step")[stopped]["lr"]
-    _set("step", stopped + 1, "lr", repr(rate * (1 + 2**-52)))(folder)
-    assert f"step {stopped + 1} had the learning rate" in refusal(capsys, "verify", "run", folder, code=3)
 
 
 def test_a_killed_run_is_judged_as_far_as_it_came(tmp_path: Path, capsys: Capture) -> None:
@@ -213,9 +206,8 @@ def test_a_killed_run_is_judged_as_far_as_it_came(tmp_path: Path, capsys: Captur
     assert command(tmp_path, *words, "--output", "run", SIGNALLING=kill).code == -signal.SIGKILL
     with (folder / STEPS).open("a") as file:
         file.write('{"event": "step", "st')
-    said = _holds(folder, capsys, "summary", "replicas", "ledger")
-    assert re.search(r"there is none of the last start: it was killed after step \d+ of 87", said)
-    assert "not complete" in said
+    said = _holds(folder, capsys, "replicas", "ledger")
+    assert re.search(r"The run is not complete: it was killed after step \d+ of 87, or still runs", said)
     _set("step", 8, "loss", "null")(folder)
     assert "losses fails: the loss of step 8" in refusal(capsys, "verify", "run", folder, code=3)
 
@@ -273,31 +265,22 @@ def _ledger(change: Callable[[bytes], bytes]) -> Spoil:
 
 
 FAULTS: list[tuple[Spoil, str, str]] = [
-    (_line("step", 17), "steps", r"step 18 follows step 16 \(steps.jsonl line \d+\)"),
-    (_line("step", 69), "steps", "complete at step 68, and config.toml asks for 69"),
-    (_set("step", 23, "samples", "64"), "steps", "step 23 has 64 samples .* by the plan 29 samples"),
-    (_set("step", 4, "loss", "NaN"), "losses", "the loss of step 4 is not a finite number"),
-    (_set("step", 5, "grad_norm", "NaN"), "losses", "the grad_norm of step 5 is not a finite number"),
-    (_set("step", 12, "lr", "0.05000000000000001"), "rates", "step 12 had .* 0.05000000000000001, and .* gives 0.05 "),
-    (_line("eval", 69), "evaluations", "the evaluation after step 69 is not in steps.jsonl"),
-    (_line("eval", 23), "evaluations", "the evaluation after step 23 is not in steps.jsonl"),
-    (_line("eval", 23, r"\1\1"), "evaluations", "the evaluation after step 23 comes after step 23 a second time"),
-    (_edit(STEPS, '("event": "eval", "step": )23', r"\g<1>22"), "evaluations", "after step 22 comes after step 23"),
-    (_set("eval", 46, "samples", "359"), "evaluations", "step 46 has 359 samples, and .* 360"),
-    (_set("eval", 46, "loss", "0.5"), "checkpoints", "best: its loss is .*, and step 46 had 0.5"),
-    (_set("eval", 46, "top1", "0.5001"), "evaluations", "the evaluation after step 46 cannot have had top1 0.5001"),
-    (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
-    (_edit(SUMMARY, r'"best_top1": [\d.]+', '"best_top1": 0.95'), "summary", "best_top1 is 0.95, and by steps.jsonl"),
-    (lambda folder: (folder / SUMMARY).unlink(), "summary", "is None, and by steps.jsonl it is"),
-    (_flip, "checkpoints", "checkpoints/best cannot be used: model.safetensors does not match"),
-    (_point("best", "step-00000069"), "checkpoints", "best: it is of step 69 with top1 .* the best one had 0"),
-    (_point("last", "step-00000046"), "checkpoints", "last: it is of step 46, and the run of 69"),
-    (_edit("config.toml", "\nlr = 0.05\n", "\nlr = 0.06\n"), "rates", "step 1 had the learning rate 0.05, .* 0.06"),
-    (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "checkpoints", "trained with seed 0, and config.toml has 1"),
-    (_edit("config.toml", "\nbatch = 64\n", "\nbatch = 32\n"), "steps", "has batch 32, and the run was .* with 64"),
     (_edit("config.toml", "\nepochs = 3\n", "\nepochs = \n"), "files", "config.toml is not valid TOML"),
-    (_edit(MANIFEST, r'"first_step": 0', '"first_step": 7'), "files", "manifest.json has first_step 7, and .* 0"),
-    (_edit(STEPS, r'("event": "finish",).*\n', r"\g<1>"), "files", r"lacks the end of the run, .* \(exit code 0\)"),
+    (lambda folder: (folder / MANIFEST).unlink(), "files", "manifest.json cannot be read"),
+    (_line("log", 69, '{"event": "log", "st\n'), "files", r"steps.jsonl line \d+ cannot be read"),
+    (_line("step", 17), "steps", r"step 18 follows step 16 \(steps.jsonl line \d+\)"),
+    (_line("step", 69), "steps", "the finish at step 69 follows step 68"),
+    (_edit(STEPS, '"first_step": 0', '"first_step": 7'), "steps", "step 1 follows step 7"),
+    (_set("step", 23, "samples", "64"), "samples", "step 23 has 64 samples .* by the plan 29 samples"),
+    (_edit(STEPS, '"steps_per_epoch": 23', '"steps_per_epoch": 0'), "samples", "its records cannot be read"),
+    (_set("step", 4, "loss", "NaN"), "losses", "the loss of step 4 is not a finite number"),
+    (_set("step", 5, "loss", '"low"'), "losses", "the loss of step 5 is not a finite number"),
+    (_flip, "checkpoints", "checkpoints/best cannot be used: model.safetensors does not match"),
+    (_point("last", "step-00000046"), "checkpoints", "last: it is of step 46, and the run of 69"),
+    (_edit(STEPS, r'("event": "proof", .*?"at_step": )69', r"\g<1>67"), "replicas", "but the run's last step is 69"),
+    (_edit("config.toml", "\nseed = 0\n", "\nseed = 1\n"), "ledger", "in step 1, rank 0 and rank 1 computed other"),
+    (_edit(STEPS, '("event": "eval", "step": )46', r"\g<1>45"), "ledger", r"1 evaluation \(the first after step 45\)"),
+    (_edit(STEPS, r'("name": "ledger", .*?"outcome": )"holds"', r'\g<1>"fails"'), "ledger", "whole epochs and"),
     (_ledger(lambda whole: whole[:-3]), "ledger", "is cut short"),
     (_ledger(lambda whole: whole[:300] + b"x" + whole[301:]), "ledger", "is damaged"),
     (lambda folder: (folder / pages.NAME).unlink(), "ledger", "the run kept a ledger.bin, and it is not there"),
@@ -314,23 +297,7 @@ def test_each_fault_is_found_and_named(copy: Path, capsys: Capture, spoil: Spoil
     assert "**fails**" in (copy / "proof.md").read_text()
 
 
-def test_under_fp16_an_overflow_is_no_fault(copy: Path) -> None:
-    for edit, outcome in (
-        (_set("step", 3, "grad_norm", "null"), Check.FAILS),
-        (_edit(STEPS, '"precision": "fp32"', '"precision": "fp16"'), Check.HOLDS),
-    ):
-        edit(copy)
-        assert _found(copy)["losses"].outcome == outcome
-
-
 def test_what_was_found_wrong_before_stays_wrong(copy: Path, capsys: Capture) -> None:
     checks.add(copy, [Check(name="copies", claim="Copies are alike", outcome=Check.FAILS, found="they are apart")])
     assert "copies fails: they are apart" in refusal(capsys, "verify", "run", copy, code=3)
     assert _outcomes(copy)["copies"] == Check.FAILS
-
-
-def test_patience_ends_a_run_whose_scores_no_longer_rise_and_no_other(copy: Path) -> None:
-    _edit("config.toml", "\nepochs = 3\n", "\nepochs = 5\npatience = 1\n")(copy)
-    assert _wrong(copy) == []
-    _set("eval", 69, "top1", "1.0")(copy)
-    assert _wrong(copy)[0] == "steps: the run is complete at step 69, and config.toml asks for 115"

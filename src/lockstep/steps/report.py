@@ -134,7 +134,6 @@ def of_job(job: Job) -> dict[str, Any]:
             "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
             "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         },
-        "eval_every": job.config.eval_every,
         "best_on": best,
         "shape": list(data.train.shape),
         "classes": job.config.model.classes or data.train.classes,

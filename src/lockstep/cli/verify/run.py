@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: lockstep verify run RUN
 
-RUN is a run's folder, or one of its checkpoints. The run is judged by what it left there: every step, its samples and
-its learning rate, the evaluations, the summary, the checkpoints, how often the replicas were compared, and the ledger.
-No model is built and no data set is read. What came out is added to the run's proof.md and summary.json.
+RUN is a run's folder, or one of its checkpoints. The run is judged by what it left there: every step and its samples,
+the losses, the checkpoints, whether the replicas were compared to the end, the ledger, and what the run itself found
+wrong. No model is built and no data set is read. What came out is added to the run's proof.md and summary.json.
 
 Exit code: 0 nothing is wrong, 3 a claim is wrong, 2 there is no run. A run without an end is judged as far as it came.
 """
