@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.options import leaves, read_toml
 from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
-from ..files import DEFECTS, parse_json, read, shown
+from ..files import DEFECTS, check_own, own_folder, parse_json, read, shown, write_json
 from ..launchers import start
 from ..runs import folders
 from ..screen import Screen
@@ -36,6 +35,7 @@ not depend on the devices, so the run's own are not asked for again: this machin
   --output FOLDER       where scores.json goes: all scores, and those of each class (default: the run's folder)
 """
 
+SCORES = "scores.json"
 SPLITS = ("validation", "test", "train")
 _AT_ONCE = 1024
 """Limit on the run's batch for a rank's evaluation, in images of 224 pixels: more ranks may have trained the run."""
@@ -56,21 +56,25 @@ def main(given: list[str]) -> int:
     split, path = choose("split", own.get("--split", "test"), SPLITS), Path(given[0])
     source = _config_file(path)
     predictions = Path(own["--predictions"]).absolute() if "--predictions" in own else None
+    if predictions is not None and (predictions.suffix != ".csv" or not predictions.parent.is_dir()):
+        raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
     config = flags.parse(rest, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
     folder = (config.record.output or source.parent).absolute()
     check_names(config)
-    _check_writable(folder, predictions)
     resuming = dataclasses.replace(config.checkpoint, resume=str(path))
     config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())
-    scores = start.launch(partial(_entry, split=split, folder=folder, predictions=predictions), config)
+    scores = start.launch(partial(_entry, split=split, predictions=predictions), config)
     if scores is not None:
         # Of five classes or fewer it is 100 % whatever the model does.
         top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""
+        trouble = _unwritten(folder / SCORES, scores)
         with output.written():
             Screen().say(
                 f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "
                 f"{scores['samples']:,} samples  step {scores['step']:,}",
             )
+            if trouble:
+                Screen().say((f"warning: {trouble}", "yellow"))
     return 0
 
 
@@ -104,12 +108,15 @@ def _check_flags(given: Collection[str], config: RunConfig) -> None:
     flags.check_read(given, config)
 
 
-def _check_writable(folder: Path, predictions: Path | None) -> None:
-    """Raise `RequestError` for unwritable outputs, before the evaluation takes its time."""
-    if predictions is not None and (predictions.suffix != ".csv" or not predictions.parent.is_dir()):
-        raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise RequestError(f"{shown(folder)} cannot be written, where scores.json goes; give --output FOLDER.")
+def _unwritten(path: Path, scores: dict[str, Any]) -> str:
+    """Write the scores. Return why that failed, else ""."""
+    try:
+        own_folder(path.parent)
+        check_own(path)
+        write_json(path, scores)
+    except OSError as error:
+        return str(folders.unwritable(path, error))
+    return ""
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:

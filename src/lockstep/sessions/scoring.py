@@ -16,7 +16,7 @@ from ..checkpoint import resume
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError
-from ..files import check_own, own_folder, shown, write_json, write_whole
+from ..files import check_own, shown, write_whole
 from ..models.modes import evaluating
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
@@ -31,7 +31,6 @@ from .session import Session
 if TYPE_CHECKING:
     from ..data.source import Source as Data
 
-SCORES = "scores.json"
 _PROBED = 8  # samples on which a user's loss is checked
 _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 
@@ -162,12 +161,11 @@ def evaluate_checkpoint(
     world: World,
     *,
     split: str = "test",
-    folder: Path | None = None,
     predictions: Path | None = None,
 ) -> dict[str, Any]:
     """Return the exact scores of the checkpoint in `config.checkpoint.resume` (*collective*).
 
-    Scores are written to `folder`/scores.json, and each sample's prediction to the CSV file `predictions`.
+    Each sample's prediction is written to the CSV file `predictions`.
     """
     loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
@@ -199,7 +197,8 @@ def evaluate_checkpoint(
             "covers": f"every number: each sample of the {split} set once, by all ranks",
         }
         numbers = getattr(source, "indices", rows[:, 0])  # of a part, those of the whole set
-        world.together(lambda: _write(told, folder, rows, numbers, predictions) if world.is_main else None)
+        if predictions is not None:
+            world.together(lambda: _write(predictions, rows, numbers) if world.is_main else None)
         return told
     finally:
         job.data.close()
@@ -216,22 +215,13 @@ def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[di
     ]
 
 
-def _write(
-    told: dict[str, Any], folder: Path | None, rows: np.ndarray, numbers: np.ndarray, predictions: Path | None
-) -> None:
-    target = predictions
+def _write(predictions: Path, rows: np.ndarray, numbers: np.ndarray) -> None:
+    lines = (
+        f"{number:.0f},{label:.0f},{predicted:.0f},{probability!r}\n"
+        for number, (_, label, predicted, probability) in zip(numbers.tolist(), rows.tolist(), strict=True)
+    )
     try:
-        if predictions is not None:
-            lines = (
-                f"{number:.0f},{label:.0f},{predicted:.0f},{probability!r}\n"
-                for number, (_, label, predicted, probability) in zip(numbers.tolist(), rows.tolist(), strict=True)
-            )
-            check_own(predictions)
-            write_whole(predictions, ("index,label,predicted,probability\n" + "".join(lines)).encode())
-        if folder is not None:
-            target = folder / SCORES
-            own_folder(folder)
-            check_own(target)
-            write_json(target, told)
+        check_own(predictions)
+        write_whole(predictions, ("index,label,predicted,probability\n" + "".join(lines)).encode())
     except OSError as error:
-        raise unwritable(target, error) from error
+        raise unwritable(predictions, error) from error
