@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.monitor import signals
-from lockstep.monitor.signals import _ECHO_S, INSIST, SIGNALS, STOPPING, StopRequest
+from lockstep.monitor.signals import _ECHO_S, INSIST, SIGNALS, STOPPING, UNSAVED, StopRequest
 
 from ..command import Running, end, until
 
@@ -32,6 +32,12 @@ def test_the_first_signal_asks(
         raise KeyError  # after which the handlers are back as well
     assert signal.getsignal(number) == before
     assert capfd.readouterr().err == f"\nlockstep: {STOPPING}{'' if number == signal.SIGUSR1 else INSIST}\n"
+
+
+def test_a_run_without_a_folder_does_not_say_that_it_saves(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest(saves=False):
+        signal.raise_signal(signal.SIGUSR1)
+    assert capfd.readouterr().err == f"\nlockstep: {UNSAVED}\n"
 
 
 def test_a_signal_that_was_held_back_while_a_rank_started_asks_its_loop() -> None:

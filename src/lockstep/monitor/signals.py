@@ -19,6 +19,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
 OUTSIDE = "Stopped outside of training; nothing was left to save."
 STOPPING = "stopping: finishes the step under way and saves"
+UNSAVED = "stopping: finishes the step under way; nothing is saved, since no output folder was given"
 INSIST = "; a second signal ends it at once"
 """Added for a person; SIGUSR1 comes from a program."""
 _ECHO_S = 0.5
@@ -73,12 +74,12 @@ class Interrupts:
 class StopRequest(Interrupts):
     """A context: the first signal sets `asked`, the second ends the process.
 
-    The first one is answered on stderr, unless `quiet` leaves that to another rank.
+    The first one is answered on stderr, unless `quiet` leaves that to another rank. `saves`: the run has a folder.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, saves: bool = True) -> None:
         super().__init__(self._answer)
-        self._quiet = quiet
+        self._quiet, self._told = quiet, STOPPING if saves else UNSAVED
 
     def _answer(self, number: int) -> None:
         if self.insisted:
@@ -87,4 +88,4 @@ class StopRequest(Interrupts):
             finally:  # neither an `except` of the user's nor a save under way may delay this
                 os._exit(RunError.exit_code)
         if not self._quiet:
-            say(STOPPING if number == signal.SIGUSR1 else f"{STOPPING}{INSIST}", begin="\n")
+            say(self._told if number == signal.SIGUSR1 else f"{self._told}{INSIST}", begin="\n")

@@ -41,7 +41,7 @@ class Loop:
         self.prepared, self.position = prepared, Position()
         sums = prepared.strategy is not None
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
-        self.stop = StopRequest(quiet=not world.is_main)
+        self.stop = StopRequest(quiet=not world.is_main, saves=self.folder is not None)
         self.checks: RunChecks  # once the loop has begun
         self.has_begun = self.is_finished = False
         self.epochs: int | None = None
