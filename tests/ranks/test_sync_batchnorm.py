@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -167,3 +169,17 @@ def test_a_variance_far_smaller_than_the_mean_is_exact(pool: RankPool) -> None:
     alone(x)
     for var in pool.run(2, _variance, x):
         torch.testing.assert_close(torch.tensor(var, dtype=torch.float64), alone.running_var, rtol=1e-9, atol=0)
+
+
+def _diverged(world: World) -> None:
+    layer = sync_batchnorm.convert(nn.BatchNorm1d(CHANNELS), world)
+    x = torch.full((3, CHANNELS), (math.inf, 1.0)[world.rank], requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = layer(x)
+        (y * torch.tensor((math.inf, -math.inf)[world.rank])).sum().backward()
+    assert not y.isfinite().any()
+
+
+def test_numbers_that_are_not_finite_pass_without_a_warning(pool: RankPool) -> None:
+    pool.run(2, _diverged)

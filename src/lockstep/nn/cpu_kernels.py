@@ -30,6 +30,7 @@ def exchange(world: World, mean: Tensor, var: Tensor, count: int) -> Any:
     return world.numbers(mean.numpy(), var.numpy(), np.array([count]))
 
 
+@np.errstate(all="ignore")  # as in `sync_batchnorm`
 def summed(world: World, dot: Tensor, total: Tensor) -> Any:
     """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
     return world.numbers(dot.numpy(), total.numpy()).sum(0)

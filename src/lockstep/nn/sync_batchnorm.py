@@ -93,6 +93,7 @@ class SyncBatchNorm(BatchNorm):
         running_var.lerp_(var.to(running_var.dtype), momentum)
 
 
+@np.errstate(all="ignore")  # of a run that diverges: its loss, which is not finite, is told of in a sentence
 def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
     """Return all ranks' statistics (*collective*).
 
