@@ -442,9 +442,13 @@ def test_runs_are_listed_with_what_differs_and_damage_is_a_row(tmp_path: Path) -
     assert records.differing([first, second]) == [{"lr": 0.1}, {"lr": 0.2}]
     other = replace(first, options={"model": "train", "collate": "x"})
     assert records.differing([first, second, other]) == [{"lr": 0.1}, {"lr": 0.2}, {"model": "train"}], "of each job"
-    for part in ("compared/one/seed-0/run", "compared/race-01/one"):
+    recipe = replace(first, options=flatten(override(RunConfig(), model="mlp", data="digits")))
+    script = replace(first, options={"model": "train", "data": ""})
+    assert records.differing([recipe, script]) == [{"model": "mlp", "data": "digits"}, {"model": "train"}]
+    for part in ("compared/one/seed-0/run", "compared/race-01/one", "proved/ddp-2"):
         shutil.copytree(tmp_path / "a", tmp_path / part)
     (tmp_path / "compared" / "plan.json").touch()
+    (tmp_path / "proved" / "proof.md").touch()
     assert {run.name for run in records.below(tmp_path)} == {"a", "b", "c", "compared/one/seed-0/run"}
     assert records.below(tmp_path / "compared")[0].name == "one/seed-0/run", "and no run of a race"
     assert [run.name for run in records.below(tmp_path / "a")] == ["a"], "a run itself"

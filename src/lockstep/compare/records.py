@@ -12,7 +12,7 @@ from typing import Any
 from ..config.options import read_named
 from ..errors import RequestError
 from ..files import foreign, lines_of, parse_json, read, shown, understanding
-from ..record.checks import SUMMARY, Check, from_json
+from ..record.checks import SHEET, SUMMARY, Check, from_json
 from ..runs import folders
 
 FILE = "steps.jsonl"
@@ -183,18 +183,20 @@ def below(folder: Path) -> list[Run]:
     """List the runs below `folder`, the newest last.
 
     They are at most two levels deep, or whole trainings of comparisons. A folder that is a run itself is the only one.
-    Runs of a comparison's races, which end midway, are left out.
+    Parts of a comparison's races, which end midway, and of a proof are left out.
     """
     if (folder / "manifest.json").exists():
         return [_listed(folder, folder.parent)]
     depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
-    found = [_listed(path, folder) for path in sorted(paths) if not _is_raced(path)]
+    found = [_listed(path, folder) for path in sorted(paths) if not _is_part(path)]
     return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
 
 
-def _is_raced(run: Path) -> bool:
-    return run.parent.name.startswith("race-") and (run.parents[1] / "plan.json").exists()
+def _is_part(run: Path) -> bool:
+    above = run.parent
+    is_proved = (above / SHEET).exists() and not (above / "manifest.json").exists()
+    return is_proved or (above.name.startswith("race-") and (above.parent / "plan.json").exists())
 
 
 def _listed(folder: Path, above: Path) -> Run:
@@ -229,7 +231,9 @@ def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     by_job: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         by_job.setdefault(job(run), []).append(run)
-    jobs = _varied(runs, JOB)
+    # A script's config.toml names few options: those of recipes differ from recipe to recipe, and from no script.
+    kinds = [[run for run in runs if ("image-size" in run.options) == is_whole] for is_whole in (True, False)]
+    jobs = [*_varied(runs, ("model", "data")), *(key for kind in kinds for key in _varied(kind, JOB))]
     vary = {of: [*jobs, *_varied(of_it, [key for run in of_it for key in run.options])] for of, of_it in by_job.items()}
     return [
         {key: run.options[key] for key in vary[job(run)] if run.options.get(key) not in (None, "", [])} for run in runs
