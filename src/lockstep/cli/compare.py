@@ -147,6 +147,8 @@ def _write(found: Report, folder: Path) -> None:
         for heads, cells in report.console(found):
             screen.table(heads, cells)
             screen.print()
+        if any(row.parts_s for row in found.rows):
+            screen.say((report.STEP_TIMES, "dim"))
         for row in found.rows:
             if row.failed:
                 screen.say((f"{row.name}: {row.failed}", "dim"))

@@ -17,10 +17,11 @@ from .rows import PARTS, Row, accuracy_curve
 from .tables import Column
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
+STEP_TIMES = "step p50 and p95: of all timed steps of rank 0; data to rest: parts of the mean step, in ms"
 COVERS = (
     "ratio: of samples/s, to the first variant on one device, else to the first that is its model; both with "
     f"{CONFIDENCE:.0%} intervals over all races; efficiency: of samples/s, to the same on one device, by the devices; "
-    "step times: over all timed steps of rank 0; memory and processors: the sum over all ranks; losses: the largest "
+    f"{STEP_TIMES}; memory and processors: the sum over all ranks; losses: the largest "
     "relative difference of the first steps; accuracy and training: mean ± sample standard deviation over the seeds, "
     "of the last evaluations, and of the seconds of training steps alone, without starts, evaluations and checkpoints"
 )
@@ -84,8 +85,8 @@ _COLUMNS = (
     Column("ratio", "ratio", "{:.2f}", "ratio", ("low", "high")),
     Column("efficiency", "efficiency", "{:.0%}", "efficiency"),
     *_TRAINED,
-    Column("step p50, ms", _ms("step_p50_s"), "{:.3g}", "step ms"),
-    Column("step p95, ms", _ms("step_p95_s"), "{:.3g}", "p95"),
+    Column("step p50, ms", _ms("step_p50_s"), "{:.3g}", "p50 ms"),
+    Column("step p95, ms", _ms("step_p95_s"), "{:.3g}", "p95 ms"),
     Column("epoch, s", "epoch_s", "{:.3g}"),
     *(Column(f"{part}, ms", _part_ms(part), "{:.3g}", part) for part in PARTS),
     Column("TFLOP/s", "teraflops", "{:.3g}"),
