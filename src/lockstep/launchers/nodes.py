@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import pickle
 import secrets
 import socket
 import time
@@ -41,7 +42,7 @@ from ..world.topology import Topology
 from . import hosts, stores
 from .plan import Entry, LaunchPlan
 from .stores import PREFIX, Door
-from .supervisor import Supervisor, packed, value_of
+from .supervisor import Supervisor, packed
 from .variables import having, unset
 
 _KEEP_ALIVE_S, _MISSED = 2, 3
@@ -82,7 +83,8 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
     with having({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | quiet), contextlib.ExitStack() as kept:
         kept.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)  # what torch's rendezvous logs is told in our words
-        return _Agent(rendezvous, job, secret, config, planned.processes).run(payload)
+        value = _Agent(rendezvous, job, secret, config, planned.processes).run(payload)
+    return None if value is None else pickle.loads(value)
 
 
 class _State(dynamic.RendezvousBackend):
@@ -151,8 +153,8 @@ class _Agent:
         self._looked_s = 0.0
         self._has_asked = False
 
-    def run(self, payload: bytes) -> Any | None:
-        """Return rank 0's value, if local, once all ranks are done."""
+    def run(self, payload: bytes) -> bytes | None:
+        """Return the pickled value of this node's first rank once all ranks are done. None if it was not needed."""
         cause: Failure | None = None
         is_stopped = False
         try:
@@ -164,7 +166,7 @@ class _Agent:
                         shared.write(f"done/{places[0].node}", "1")
                         if self._rendezvous.hosted:  # the others need the store
                             shared.await_all([f"done/{node}" for node in range(places[0].nodes)], _OTHERS_S)
-                        return value_of(ended)
+                        return ended
                     cause = ended
                     if not supervisor.starts_again(cause):
                         raise cause.error()

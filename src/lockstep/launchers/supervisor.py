@@ -101,7 +101,7 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
             with stores.memory() as memory:  # a new one, in which no rank that was killed has left half an entry
                 ended = supervisor.run(places, payload, Door(memory=memory))
             if not isinstance(ended, Failure):
-                return value_of(ended)
+                return pickle.loads(ended)
             if not supervisor.starts_again(ended):
                 raise ended.error()
             supervisor.keep(supervisor.notes.get(FOLDER, ""))
@@ -309,17 +309,6 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
         ) from error
 
 
-def value_of(value: bytes) -> Any:
-    """Unpickle the value of our own rank; raise `RunError` where that fails."""
-    try:
-        return pickle.loads(value)
-    except Exception as error:
-        raise RunError(
-            "The ranks are done, but what rank 0 returned cannot be read by the process that started it "
-            f"({failures.one_line(error)}); return plain values."
-        ) from error
-
-
 def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
     """Start a rank's process.
 
@@ -362,13 +351,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
         rendezvous = door.open(place.rank, config.parallel.timeout, notes)
         with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry)
-        try:
-            report = pickle.dumps(value)
-        except Exception as error:  # one that another start would not change
-            raise RequestError(
-                "The ranks are done, but what rank 0 returned cannot be sent to the process that started it "
-                f"({failures.one_line(error)}); return plain values."
-            ) from error
+        report = pickle.dumps(value)
     except BaseException as error:
         pipe.send(failures.account(error, place.rank, config))
         rank.vanish(error)
