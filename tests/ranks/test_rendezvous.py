@@ -61,6 +61,7 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     skewed = hear(member_of(0, 2), member_of(1, 2, version="0.0.1"))
     kinds = hear(member_of(0, 2), member_of(1, 2, accelerator="cuda", gpus=("g",)))
     shared = hear(*(member_of(rank, 2, accelerator="cuda", gpus=("GPU-1",)) for rank in range(2)))
+    few = hear(*(member_of(rank, 3, accelerator="cuda", gpus=("GPU-1", "GPU-2")) for rank in range(3)))
     for told, words in (
         (twice, "rank 1 is claimed twice, by process .* on (ann|bob) and by process .* on (ann|bob)"),
         (sizes, "disagree on the world size"),
@@ -68,6 +69,7 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
         (skewed, r"of different versions of lockstep, 0.0.1 .rank 1, process .* install one on every node"),
         (kinds, "different accelerators"),
         (shared, "Ranks 0 and 1 on"),
+        (few, "Rank 2 .* is number 2 of its node, which shows 2 GPUs; start at most"),
     ):
         assert [sentence for sentence in told if not re.search(words, sentence)] == []
     assert (

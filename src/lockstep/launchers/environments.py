@@ -66,8 +66,6 @@ class Place:
     """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
     knows_node: bool = True
     """Whether the variables tell which ranks share this node; otherwise the roll call does."""
-    gpus: int | None = None
-    """The job's number of GPUs on this node, by SLURM_GPUS_ON_NODE; None if unset."""
     error_file: Path | None = None
     """The file in which torchrun looks for the reason of a failure."""
 
@@ -144,7 +142,6 @@ def read(env: Env) -> Place:
         door,
         names,
         knows_node=known is not None,
-        gpus=whole(env.get("SLURM_GPUS_ON_NODE", "")) if is_slurm else None,
         error_file=Path(error_file) if error_file else None,
     )
 

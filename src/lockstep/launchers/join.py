@@ -54,7 +54,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
             _leave(failure, place.error_file)
 
         try:
-            _check_node(parallel, place)
+            rank.check_agrees(parallel, place.topology, place.names)
             rendezvous = (place.door or _door(parallel, env)).open(index, parallel.timeout)
             with rank.met(config, env, rendezvous, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
@@ -124,13 +124,3 @@ def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = hosts.host_and_port(url)
     return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
-
-
-def _check_node(asked: ParallelConfig, place: Place) -> None:
-    rank.check_agrees(asked, place.topology, place.names)
-    here, gpus = place.topology.local_size, place.gpus
-    if asked.accelerator == "cuda" and gpus is not None and gpus < here:
-        raise RequestError(
-            f"{place.names['--devices']} is {here}, but SLURM_GPUS_ON_NODE is {gpus}: each rank needs a GPU of its "
-            f"own; start at most {gpus} on this node, or ask for more GPUs."
-        )
