@@ -8,7 +8,6 @@ store may still hold an earlier start's call: that one has its verdict, and anot
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -86,10 +85,7 @@ def take(rendezvous: Rendezvous, mine: Member, timeout_s: float) -> tuple[Member
         members = call.lead() if mine.rank == 0 else call.answer()
         rendezvous.keys.store.set_timeout(WAIT)
         return members
-    except (RequestError, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(RequestError, RuntimeError):
-                call.interrupted()
+    except RequestError:
         if rendezvous.hosted:
             time.sleep(_HEAR_S)
         raise
@@ -143,13 +139,6 @@ class _Call:
                 return members
             time.sleep(_LOOK_S)
         raise self._fault(conflict or self._absent())
-
-    def interrupted(self) -> None:
-        """Tell the others that this rank was stopped."""
-        self._keys = self._keys.clone()  # a request may wait on the other connection
-        who = f"rank {self._mine.rank} ({self._mine.who})"
-        told = f"{self._rendezvous.where}: {who} was stopped while it waited for the others; start all ranks again."
-        self._fault(AbsentError(told))
 
     @property
     def _verdict(self) -> str:
