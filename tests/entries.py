@@ -45,6 +45,11 @@ def _raise() -> None:
 _FAILURES = {"raise": _raise, "exit": lambda: sys.exit(3), "vanish": lambda: os._exit(7)}
 
 
+def outlast(config: RunConfig, world: World) -> None:
+    """Return on rank 0, and go on for a minute on rank 1."""
+    time.sleep(60 * world.rank)
+
+
 def fed(config: RunConfig, world: World) -> None:
     """Read from data workers, and stop while they go on."""
     samples = cast(Dataset[Tensor], torch.arange(1000.0).unbind())

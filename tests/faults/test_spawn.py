@@ -47,6 +47,13 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(way: str, words: str
         assert "labels reach 10" in (tmp_path / "failures" / "rank_1.txt").read_text()
 
 
+def test_a_rank_that_outlasts_the_others_is_named() -> None:
+    before = _children()
+    with pytest.raises(RunError, match=r"^Rank 1 did not end, though the others did long ago; continue with"):
+        launch(entries.outlast, config(devices=2, stall_timeout=2.0), {})
+    assert _children() <= before
+
+
 def test_data_workers_of_a_run_that_is_stopped_leave_neither_words_nor_files() -> None:
     with tempfile.TemporaryDirectory() as left:  # a short name: workers make sockets there, whose names have a limit
         ended = end(start_rank("fed", devices=2, data_dir="stop", env={"TMPDIR": left}))

@@ -52,7 +52,6 @@ _LISTEN_S, _LISTEN_ON_S = 1.0, 0.3  # for others after the first failure, and af
 _DONE_S = 10.0  # for ranks that are done to end what they have started
 _KILLED_S = 5.0
 _LOOK_S = 0.05
-_STATUS_S, _GAP_S = 0.2, 2.0  # between two looks whether ranks are stopped, and how long one takes on a busy machine
 _GUARD = (
     "Each rank imports the script that starts the ranks, and would start them again; put that script's start under "
     '`if __name__ == "__main__":`.'
@@ -118,7 +117,6 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self.notes: dict[str, str] = {}
         self._lock: IO[bytes] | None = None
-        self._looked_s = self._since_s = 0.0
 
     def __enter__(self) -> Supervisor:
         return self
@@ -180,9 +178,12 @@ class Supervisor:
             worker.send(signal.SIGUSR1)
 
     def _watch(self, look: Callable[[], Failure | None]) -> bytes | Failure:
+        all_ran_s = time.monotonic()
         while self._silent() and not self._failures():
             self._look()
-            if failure := look() or self._overdue():
+            if len(self._silent()) == len(self._workers):
+                all_ran_s = time.monotonic()
+            if failure := look() or self._overdue(all_ran_s):
                 return failure
         began_s = time.monotonic()
         while self._silent():
@@ -224,22 +225,13 @@ class Supervisor:
         for worker in dead:
             worker.report = worker.report or self._obituary(worker)
 
-    def _overdue(self) -> Failure | None:
-        """Return the failure of silent ranks: all stopped, or outlasting the others."""
-        now_s, silent = time.monotonic(), self._silent()
-        if now_s < self._looked_s + _STATUS_S or not silent:
+    def _overdue(self, all_ran_s: float) -> Failure | None:
+        """Return the failure of ranks that outlast the others, the first of which ended after `all_ran_s`."""
+        ranks = [worker.rank for worker in self._silent()]
+        if not ranks or time.monotonic() < all_ran_s + self._parallel.stall_timeout:
             return None
-        are_stopped = all(_is_stopped(worker.process.pid) for worker in silent)
-        # Time for which this process itself was stopped does not count: the others were not watched.
-        if now_s > self._looked_s + _GAP_S or not (are_stopped or len(silent) < len(self._workers)):
-            self._since_s = now_s
-        self._looked_s, for_s = now_s, now_s - self._since_s
-        # Ranks of other nodes report stopped ones better, and first.
-        if for_s < self._parallel.stall_timeout + GRACE_S * (self._parallel.most_nodes > 1):
-            return None
-        who = ranks_in_short(ranks := [worker.rank for worker in silent])
-        how = f"stopped {for_s:.0f} s ago, by SIGSTOP" if are_stopped else "hang: the other ranks ended long ago"
-        return Failure(ranks[0], "", f"{who[0].upper()}{who[1:]} {how}; {self._resume_hint}.", "")
+        who = ranks_in_short(ranks).capitalize()
+        return Failure(ranks[0], "", f"{who} did not end, though the others did long ago; {self._resume_hint}.", "")
 
     def _obituary(self, worker: _Worker) -> Failure:
         """Return the failure of a rank that ended without a report."""
@@ -282,12 +274,6 @@ class Supervisor:
             worker.process.join(_KILLED_S)  # not for ever: a disk that hangs keeps even what was killed
             worker.pipe.close()
         self._workers = []
-
-
-def _is_stopped(process: int | None) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
-    return False
 
 
 def packed(entry: Entry, config: RunConfig) -> bytes:
