@@ -23,7 +23,6 @@ from .errors import LockstepError, RequestError
 from .printable import visible_json
 
 MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
-_DEEPEST, _DIGITS = 32, 100  # levels of JSON, digits of its whole numbers
 _FILLED = 16  # times that a file system may compress
 LOCK = ".lock"
 """In a run's folder: rank 0's process locks its first byte, and supervisors of restarted ranks share the second."""
@@ -119,26 +118,11 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of JSON text. ValueError for damage, for over 32 levels, and for numbers of over 100 digits."""
-    with contextlib.suppress(RecursionError):
-        value = _DECODE(data if isinstance(data, str) else data.decode())
-        if not _is_deep(value, _DEEPEST):
-            return value
-    raise ValueError("it is nested too deeply")
-
-
-def _is_deep(value: Any, levels: int) -> bool:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not levels or any(_is_deep(each, levels - 1) for each in held if isinstance(each, dict | list))
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > _DIGITS:  # no float holds a product of two such numbers
-        raise ValueError(f"a number has {len(digits):,} digits")
-    return int(digits)
-
-
-_DECODE = json.JSONDecoder(parse_int=_whole).decode
+    """Return the value of JSON text. Raises ValueError for damage, and for lists nested too deeply."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def reason(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from ..compare.records import json_of
 from ..config.options import recipes
 from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped
-from ..files import shown, write_json
+from ..files import DEFECTS, shown, write_json
 from ..launchers.devices import visible_gpus
 from ..record import checks
 from ..record.checks import Check
@@ -163,7 +163,7 @@ def unwritten(folder: Path, found: Iterable[Check]) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checks.add(folder, found)
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # not writable, or not what we have written
+    except DEFECTS as error:  # not writable, or not what we have written
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         return f"{checks.SHEET} and {checks.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
     return ""

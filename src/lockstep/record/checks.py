@@ -51,7 +51,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "claim", "outcome", "tolerance", "found"), (str,)),
     "times": (int,),
     "at_step": (int, NoneType),
-    "cost_s": (int, float, NoneType),
+    "cost_s": (float, NoneType),
 }
 
 

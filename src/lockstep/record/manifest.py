@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..files import parse_json, read, write_json
+from ..files import legal, parse_json, read, write_json
 from ..versions import version_of
 from . import checks
 from .base import Recorder
@@ -98,9 +98,9 @@ class Documents(Recorder):
         self._first_step = fields["first_step"]
         output = fields.get("output", str(self._folder))  # as people write it
         self._so_far |= {"steps": self._first_step, "epoch_s": list(fields["epoch_s"]), "output": output}
-        with contextlib.suppress(FileNotFoundError, ValueError):  # one that is damaged is written anew
-            before = parse_json(read(self._folder / checks.SUMMARY))
-            self._before = before if isinstance(before, dict) else {}
+        # One that is damaged, or nested too deeply to be written again, is written anew.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, RecursionError):
+            self._before = legal({**parse_json(read(self._folder / checks.SUMMARY))})
         if isinstance(best := self._before.get("best_top1"), float):
             self._so_far["best_top1"] = best
         if self._before:  # the earlier end no longer counts: a killed rank writes no other
