@@ -152,7 +152,7 @@ OWN = """
 --model {own}:lazy                     | shapes a first batch decides (1.weight, 1.bias)
 --model {own}:sparse                   | sparse gradients (0) | leave sparse=True out
 --model {own}:unnormed                 | without running statistics (1)
---model mobilenet_v3_small             | images of 3 channels | has 1 | one of our own
+--model mobilenet_v3_small             | (1, 8, 8) | to have 3 channels, but got 1
 --data {own}:outside                   | test sample 3 has label 3 | 0 to 2
 --data {own}:empty                     | train data | no sample
 --data {own}:one_set                   | returned TensorDataset | two data sets

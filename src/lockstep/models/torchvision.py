@@ -29,12 +29,7 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a classifier for images (channels, height, width)."""
     from torchvision import models
 
-    in_channels, height, width = shape
-    if in_channels != 3:
-        raise RequestError(
-            f"Model {name!r} of torchvision takes images of 3 channels, the data has {in_channels}; "
-            f"take {_INSTEAD}, which take any, or your own as module:attribute."
-        )
+    _, height, width = shape
     options: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
     if name.startswith("vit_"):
         options["image_size"] = width

@@ -30,11 +30,6 @@ def check(
     The samples have this shape and dtype; `empty` says that batches of none will come too. Statistics stay as they
     are, and dropout draws nothing. Call under the autocast of training, if any.
     """
-    if not dtype.is_floating_point and ":" not in name:
-        raise RequestError(
-            f"--model {name} computes with floating-point numbers, and the samples of this data set are {dtype}; give "
-            "others, or your own model as module:attribute."
-        )
     device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     with evaluating(model), torch.no_grad():
         try:
