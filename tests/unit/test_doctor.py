@@ -137,19 +137,15 @@ def test_gpus_that_torch_cannot_use_are_red(monkeypatch: pytest.MonkeyPatch) -> 
         assert "--accelerator cpu" in finding.fix
 
 
-def test_a_gpus_faults_are_those_that_its_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(**answers: object) -> tuple[str, str]:
-        memory = SimpleNamespace(free=79 * GIB)
-        for name, answer in {"HandleByUUID": "handle", "MemoryInfo": memory, **answers}.items():
+def test_a_gpu_whose_memory_others_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(free_bytes: int) -> tuple[str, str]:
+        for name, answer in {"HandleByUUID": "handle", "MemoryInfo": SimpleNamespace(free=free_bytes)}.items():
             monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", lambda *about, answer=answer: answer)
         finding = alone.judge_gpu(0, Gpu("H100", "GPU-0", 80 * GIB))
         return finding.state, finding.words
 
-    assert told() == (GREEN, "H100, 80 GiB, 79 GiB free: no fault told")  # what it does not tell is no fault
-    assert told(MemoryInfo=SimpleNamespace(free=GIB))[1].endswith("another program holds most of its memory")
-    state, words = told(TotalEccErrors=3)
-    assert state == YELLOW
-    assert "3 memory errors that ECC could not correct" in words
+    assert told(79 * GIB) == (GREEN, "H100, 80 GiB, 79 GiB free")
+    assert told(GIB) == (YELLOW, "H100, 80 GiB, 1 GiB free: another program holds most of its memory")
 
 
 def test_findings_of_ranks_that_are_alike_are_one_and_the_worst_is_the_verdict() -> None:

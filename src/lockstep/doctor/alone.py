@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
-import pynvml as nvml
 import torch
 
 from .. import hardware
@@ -106,20 +105,14 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
 
 
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
-    """Return a finding on a GPU and its worst known fault."""
-    handle = hardware.nvml_handle(gpu.uuid)
-    memory = hardware.asked("nvmlDeviceGetMemoryInfo", handle)
+    """Return a finding on a GPU and its free memory."""
+    memory = hardware.asked("nvmlDeviceGetMemoryInfo", hardware.nvml_handle(gpu.uuid))
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
-    kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    words, fix = "no fault told", ""
-    if errors := hardware.asked("nvmlDeviceGetTotalEccErrors", handle, *kinds):
-        words = f"{errors} memory errors that ECC could not correct since the driver was loaded"
-        fix = "reset it (nvidia-smi --gpu-reset), watch nvidia-smi -q -d ECC; replace it if they recur"
-    elif free_bytes < _TAKEN * gpu.memory_bytes:
-        words = "another program holds most of its memory"
+    words, fix = f"{gpu.name}, {shown(gpu.memory_bytes, 'bytes')}, {shown(free_bytes, 'bytes')} free", ""
+    if free_bytes < _TAKEN * gpu.memory_bytes:
+        words += ": another program holds most of its memory"
         fix = "end it (nvidia-smi lists programs), or take other GPUs with --gpus"
-    about = f"{gpu.name}, {shown(gpu.memory_bytes, 'bytes')}, {shown(free_bytes, 'bytes')} free"
-    return found("devices", f"GPU {index}", f"{about}: {words}", fix, value=free_bytes, unit="bytes")
+    return found("devices", f"GPU {index}", words, fix, value=free_bytes, unit="bytes")
 
 
 def address_of(interface: str, towards: str) -> str:
