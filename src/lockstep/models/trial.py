@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from .. import user_code
 from ..errors import RequestError
@@ -48,22 +47,11 @@ def check(
 
 
 def check_parts(name: str, model: nn.Module) -> None:
-    """Raise `RequestError` for parts that cannot be placed, saved or stepped."""
-    if lazy := [key for key, held in (*model.named_parameters(), *model.named_buffers()) if is_lazy(held)]:
-        raise RequestError(
-            f"--model {name} has tensors whose shapes a first batch decides ({', '.join(lazy[:3])}); run a batch of "
-            "zeros through it where it is made, so that they are known before training."
-        )
+    """Raise `RequestError` for parts that a checkpoint cannot hold."""
     if extra := [key for key in model.state_dict() if key.endswith("_extra_state")]:
         raise RequestError(
             f"--model {name} keeps more than tensors in its state ({', '.join(extra[:3])}), and a checkpoint holds "
             "tensors; keep it in buffers instead of get_extra_state."
-        )
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    if sparse := [key for key, each in model.named_modules() if isinstance(each, embeddings) and each.sparse]:
-        raise RequestError(
-            f"--model {name} makes sparse gradients ({', '.join(sparse[:3])}), which the optimizers here do not take; "
-            "leave sparse=True out."
         )
 
 
