@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 
 from .errors import RequestError, counted
 
@@ -36,25 +35,16 @@ class BatchPlan:
     ) -> BatchPlan:
         """Plan a global batch. By `accumulation` micro-batches, or the fewest of at most `micro_size` samples a rank.
 
-        Raises `RequestError` where the batch cannot be shared out so that each rank has work.
+        Raises `RequestError` where a device would have no sample of a micro-batch.
         """
-        fewest, whom = _fewest(ranks, devices), _ranks_of(ranks, devices)
-        if global_size < fewest:
-            raise RequestError(
-                f"Global batch {global_size} does not split into {whom}: each needs at least one sample; "
-                f"use --batch {fewest} or more, or at most {_ranks_of(most_ranks(global_size, devices), devices)}."
-            )
+        parts = ranks * devices
         if accumulation is None:
             accumulation = 1 if micro_size is None else -(-global_size // _largest_micro(micro_size, ranks, devices))
-        if accumulation > (most := global_size // fewest):
-            instead = f"--accumulate {most} or less, or --batch {accumulation * fewest} or more"
-            if fit := most_ranks(global_size // accumulation, devices):
-                instead += f"; a run that is continued keeps both: use at most {_ranks_of(fit, devices)}"
-            if micro_size is not None:
-                instead = f"--micro-batch {_least_micro(micro_size, global_size, ranks, devices)} or more"
+        if global_size < accumulation * parts:
             raise RequestError(
-                f"Global batch {global_size} does not split into {accumulation} micro-batches on {whom}: each rank "
-                f"needs at least one sample of each; use {instead}."
+                f"Global batch {global_size} does not split into {counted(accumulation, 'micro-batch')} on "
+                f"{counted(parts, 'device')}: each device needs at least one sample of each; use a larger --batch, "
+                "fewer micro-batches (a larger --micro-batch or a smaller --accumulate), or fewer devices."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation, devices=devices)
 
@@ -96,7 +86,7 @@ class BatchPlan:
         """Return whether an epoch of `samples` has an empty share. Its last batch alone can have one."""
         last = samples % self.global_size
         smallest = last // self._micros(last)
-        return last > 0 and not drop_last and smallest < _fewest(self.ranks, self.devices)
+        return last > 0 and not drop_last and smallest <= (self.ranks - 1) * self.devices
 
     def _micros(self, samples: int) -> int:
         return max(1, -(-samples * self.accumulation // self.global_size))
@@ -113,37 +103,13 @@ class BatchPlan:
         return f"global batch {self.global_size} = {ranks} × {micros} × {each}" + (f" or {each + 1}" if more else "")
 
 
-def most_ranks(micro: int, devices: int = 1) -> int:
-    """Return the most ranks of `devices` devices that can share `micro` samples."""
-    return (micro - 1) // devices + 1
-
-
 def _cut(whole: range, parts: int, part: int) -> range:
     base, extra = divmod(len(whole), parts)
     begin = whole.start + part * base + min(part, extra)
     return range(begin, begin + base + (part < extra))
 
 
-def _fewest(ranks: int, devices: int) -> int:
-    """Return the smallest global micro-batch that gives every rank a sample."""
-    return (ranks - 1) * devices + 1
-
-
 def _largest_micro(share: int, ranks: int, devices: int) -> int:
     """Return the largest global micro-batch with at most `share` samples a rank."""
     each, more = divmod(share, devices)
     return ranks * devices * each + more
-
-
-def _least_micro(above: int, global_size: int, ranks: int, devices: int) -> int:
-    """Return the least --micro-batch over `above` that gives every rank a sample."""
-    fewest = _fewest(ranks, devices)
-    return next(
-        size
-        for size in count(above + 1)
-        if global_size // -(-global_size // _largest_micro(size, ranks, devices)) >= fewest
-    )
-
-
-def _ranks_of(ranks: int, devices: int) -> str:
-    return counted(ranks, "rank") + (f" of {devices} devices" if devices > 1 else "")

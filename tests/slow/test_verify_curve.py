@@ -95,7 +95,7 @@ def test_dropout_parts_ranks_from_one_device_and_not_the_launchers(tmp_path: Pat
     verdicts = ["reference", "parts", "holds", "holds", "left out"]  # one world draws alike, whoever starts it
     assert [rows[name]["verdict"] for name in names] == verdicts
     assert all(command in ended.out for side in ("single", "ddp-2") for command in rows[side]["commands"])
-    assert "ddp-3: --batch 2 does not split into 1 micro-batch on 3 ranks" in ended.out
+    assert "ddp-3: --batch 2 does not split into 1 micro-batch on 3 devices" in ended.out
     assert summary["proof"]["curve"]["outcome"] == "fails"
 
 

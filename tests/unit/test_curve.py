@@ -155,7 +155,7 @@ def test_a_job_of_which_every_variant_is_left_out_is_refused(monkeypatch: pytest
     left = [each for each in _others(setup, batch=2).values() if each.partner]
     found = [Outcome(variant=each, verdict=curve.LEFT_OUT, why_not=each.why_not) for each in left]
     monkeypatch.setattr(curve, "outcomes", lambda setup, tolerance: found)
-    with pytest.raises(RequestError, match=r"Nothing could be compared: --batch 2 does not split .* 4 ranks"):
+    with pytest.raises(RequestError, match=r"Nothing could be compared: --batch 2 does not split .* 4 devices"):
         judge(setup, 1e-9)
 
 

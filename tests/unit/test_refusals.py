@@ -62,8 +62,10 @@ TRAIN = """
 --collate mine:pad                     | --collate belongs to --step
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
---batch 2 --devices 3                  | batch 2 | 3 ranks
---accumulate 33 --devices 2            | use --accumulate 32 or less, or --batch 66 or more | continued | at most 1 rank
+--batch 2 --devices 3                  | batch 2 | 3 devices | larger --batch
+--batch 2 --devices 3 --strategy dp    | batch 2 | 3 devices | fewer devices
+--accumulate 33 --devices 2            | 33 micro-batches on 2 devices | a smaller --accumulate
+--micro-batch 1 --batch 5 --devices 4  | 2 micro-batches on 4 devices | a larger --micro-batch
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
@@ -88,7 +90,7 @@ lr 0, clip 0, momentum 1, ema 1, timeout 1e9, stall-timeout 0, batch 0, samples 
 
 STARTS = """
 --strategy dp --nodes 2                | --strategy dp is one process | 2 ranks
---strategy hybrid --devices 2 --batch 2 {meet} --rank 0 --world-size 2 | 2 ranks of 2 devices | --batch 3
+--strategy hybrid --devices 2 --batch 2 {meet} --rank 0 --world-size 2 | batch 2 | 4 devices
 --launcher inline --devices 2          | --launcher inline is one process | needs 2
 [torchrun] --launcher spawn --devices 2 | has started 4 ranks | unset RANK WORLD_SIZE LOCAL_RANK
 [torchrun] --max-restarts 2            | --launcher environment starts ranks once | give torchrun its own
@@ -113,7 +115,7 @@ SUBMIT = """
 --nodes 2 digits --devices 4           | --devices 4 | --gpus-per-
 digits --launcher spawn                | --launcher spawn | srun starts the ranks
 digits --accelerator cuda              | add --gpus-per-node
---nodes 2 --ntasks-per-node 64 digits  | batch 64 | 128 ranks
+--nodes 2 --ntasks-per-node 64 digits  | batch 64 | 128 devices
 """
 
 RUN = """
@@ -136,7 +138,7 @@ CURVE = """
 --strategy single                      | --strategy single is what the others are compared with
 --strategy hybrid                      | needs several nodes | lockstep verify gradients measures it
 --devices 1                            | --devices 1 leaves nothing to compare
---batch 1                              | batch 1 | 2 ranks
+--batch 1                              | batch 1 | 2 devices
 --output proved                        | proved holds a run already
 [torchrun]                             | starts all ranks itself | unset RANK WORLD_SIZE LOCAL_RANK
 """

@@ -210,7 +210,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         (DataLoader(four, 2, sampler=data.DistributedSampler(four, 2, 0)), "leave it out"),
         (DataLoader(four, batch_sampler=[[0, 1]]), "has a batch_sampler; give the global batch as batch_size"),
         (DataLoader(four, 2, sampler=iter(())), "a tuple_iterator, has no length"),
-        (DataLoader(four, 1), "Global batch 1 does not split into 2 ranks"),
+        (DataLoader(four, 1), "Global batch 1 does not split into 1 micro-batch on 2 devices"),
     ):
         with pytest.raises(RequestError, match=re.escape(sentence)):
             SharedLoader(loader, world, seed=5)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..batching import most_ranks
 from ..config.options import flatten
 from ..config.registry import KINDS, auto
 from ..config.schema import RunConfig
@@ -137,13 +136,13 @@ def others(setup: Setup, known: Known) -> list[Variant]:
 
 def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | None) -> str:
     """Return why a variant cannot be trained; "" where it can."""
-    asked, (ranks, each) = setup.config.parallel, (way.devices, 1) if way.has_ranks else (1, way.devices)
-    if known.has_statistics and each > 1 and asked.strategy == asked.batchnorm == "auto":
-        return f"each of {each} replicas takes batch statistics of its own: by design not one device's model"
+    asked, replicas = setup.config.parallel, 1 if way.has_ranks else way.devices  # in one process
+    if known.has_statistics and replicas > 1 and asked.strategy == asked.batchnorm == "auto":
+        return f"each of {replicas} replicas takes batch statistics of its own: by design not one device's model"
     if not known.batch and parts > known.accumulation:
         return "the loop has no DataLoader whose batches could be cut"
-    if known.batch and ranks > most_ranks(known.batch // parts, each):
-        return f"--batch {known.batch} does not split into {counted(parts, 'micro-batch')} on {ranks} ranks"
+    if 0 < known.batch < parts * way.devices:
+        return f"--batch {known.batch} does not split into {counted(parts, 'micro-batch')} on {way.devices} devices"
     if begun and known.steps < 2:
         return "one step has no middle"
     if begun and not known.has_epochs:
