@@ -72,7 +72,7 @@ a rank keeps its own gradients: strategies/ddp.py
 + gradients if world.rank else world.sum_(gradients).div_(world.size)
 gradients are exchanged at every micro-batch: strategies/ddp.py
 - return replica.no_sync()
-+ return nullcontext()
++ return super().sync_on(replica, last=True)
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-2-1-fake]
 gradients are summed and not averaged: strategies/ddp.py
 - world.sum_(gradients).div_(world.size)
@@ -85,12 +85,23 @@ the loss that is told is rank 0's: steps/meter.py
 + for column in zip(by_rank[0], strict=True)]
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-3-1-fake]
 a share is weighed by its own size: sessions/session.py
-- strategy.averages_over / micro.total)
-+ 1 / max(1, micro.size))
+- strategy.averages_over / micro.total if
++ 1 / max(1, micro.size) if
+= ranks/test_laws.py::test_several_ranks_equal_one_process[3-values7-options7]
+a sample that stands in is trained on: sessions/session.py
+- micro.total if micro.size else 0.0)
++ micro.total)
+the loss of a sample that stands in is told: sessions/session.py
+- self._batch.note(loss.detach() if micro.size else torch.zeros_like(loss))
++ self._batch.note(loss.detach())
+= ranks/test_laws.py::test_several_ranks_equal_one_process[3-values6-options6]
+batch statistics are those of samples that stand in, too: sessions/session.py
+- stands_in = micro.size == 0 and self.prepared.batchnorm == "sync"
++ stands_in = False
 = unit/test_engine.py::test_one_process_trains_as_a_loop_by_hand_does
 the last batch of an epoch is weighed as a whole one: steps/job.py
-- len(indices), total,
-+ len(indices), self.plan.global_size,
+- (x, y), size, total,
++ (x, y), size, self.plan.global_size,
 the last batch of an epoch is dropped by default: config/schema.py
 - drop_last: bool = False
 + drop_last: bool = True

@@ -3,7 +3,8 @@
 The statistics of BatchNorm are those of one global micro-batch: their number is part of the model, and stays when the
 world changes. Each is cut into a part for each device of the world; a rank has its devices' parts, which are
 neighbours. All cuts are as even as they can be, the larger parts first: 10 samples on 4 ranks are 3, 3, 2 and 2. An
-epoch's last batch has micro-batches about as large as the others'; ranks may then have no sample.
+epoch's last batch has micro-batches about as large as the others'. Ranks may then have no sample: such a rank computes
+the batch's first one instead, which counts nothing, so that it takes part in all that ranks exchange.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ class BatchPlan:
 
     def shares(
         self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False
-    ) -> Iterator[tuple[int, int, int, bool]]:
+    ) -> Iterator[tuple[int, int, int, int, bool]]:
         """Yield each share of an epoch of `samples`, from step `first` on.
 
-        Each is (start, stop, the batch's samples, whether the share is in the batch's last micro-batch).
+        Each is (start, stop, its samples, the batch's samples, whether it is in the batch's last micro-batch). For a
+        share without samples, [start, stop) is the batch's first one, which stands in.
         """
         whole = self.split(0, self.global_size, rank)  # the same for each batch but the last: cut once
         for step in range(first, self.steps(samples, drop_last=drop_last)):
@@ -80,13 +82,8 @@ class BatchPlan:
             total = end - begin
             parts = whole if total == self.global_size else self.split(0, total, rank)
             for part in parts:
-                yield begin + part.start, begin + part.stop, total, part is parts[-1]
-
-    def leaves_ranks_empty(self, samples: int, *, drop_last: bool = False) -> bool:
-        """Return whether an epoch of `samples` has an empty share. Its last batch alone can have one."""
-        last = samples % self.global_size
-        smallest = last // self._micros(last)
-        return last > 0 and not drop_last and smallest <= (self.ranks - 1) * self.devices
+                read = part or range(1)
+                yield begin + read.start, begin + read.stop, len(part), total, part is parts[-1]
 
     def _micros(self, samples: int) -> int:
         return max(1, -(-samples * self.accumulation // self.global_size))

@@ -27,8 +27,8 @@ LONG = {"model": "resnet8", "data": "digits", "augment": ("crop", "flip"), "lr":
 SHORT = LONG | {"data": "fake", "samples": 337, "image_size": 8, "max_steps": 10}
 NET = SHORT | {"model": "tests.models:Normed"}
 PLAIN = NET | {"model": "mlp", "clip": 0.2, "ema": 0.9}
-# The fourth batch is one sample: two of three ranks have none. The statistics of a few pixels magnify rounding, so that
-# over more than three epochs a last bit grows to 1e-9.
+# The fourth batch is one sample, which stands in on two of three ranks. The statistics of a few pixels magnify
+# rounding, so that over more than three epochs a last bit grows to 1e-9.
 EMPTY = NET | {"samples": 61, "batch": 20, "max_steps": 12}
 
 SEVERAL = [name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all]
@@ -68,7 +68,7 @@ def test_several_ranks_equal_one_process(
 
 @pytest.mark.timeout(900)
 def test_a_compiled_model_is_the_same_model(pool: RankPool, tmp_path: Path) -> None:
-    # 37 samples an epoch, in batches of 18, 18 and 1: the share of the second rank is once empty.
+    # 37 samples an epoch, in batches of 18, 18 and 1: on the second rank, a sample stands in once.
     values = NET | {"samples": 37, "batch": 18, "max_steps": 3}
     assert from_alone(pool, tmp_path, 2, values, compile=True) < LAW
 

@@ -35,7 +35,12 @@ def test_each_position_is_computed_exactly_once(plan: BatchPlan, samples: int, d
     shares = [share for batch in batches for micro in _positions(plan, *batch) for share in micro]
     computed = samples // plan.global_size * plan.global_size if drop_last else samples
     assert [*chain(*shares)] == list(range(computed))
-    assert plan.leaves_ranks_empty(samples, drop_last=drop_last) == (not all(shares))
+    for rank in range(plan.ranks):
+        mine = [(share, begin) for begin, stop in batches for share in plan.split(begin, stop, rank)]
+        told = plan.shares(samples, rank, drop_last=drop_last)
+        for (share, begin), (start, stop, size, *_) in zip(mine, told, strict=True):
+            assert size == len(share)
+            assert range(start, stop) == (share or range(begin, begin + 1)), "the batch's first one stands in"
 
 
 @given(plans(), sizes, st.integers(1, 9))

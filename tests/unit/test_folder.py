@@ -99,7 +99,7 @@ def test_a_sample_does_not_depend_on_its_batch_or_worker_and_workers_stay_until_
     unfinished = workers.train.stream([np.array([index]) for index in range(50)], epoch=0)
     next(unfinished)  # which leaves nothing in the next epoch
     started = set(psutil.Process().children()) - before
-    again, labels = fetch(workers.train, [7, 100], [], [3], [64, 7], epoch=4)
+    again, labels = fetch(workers.train, [7, 100], [3], [64, 7], epoch=4)
     assert torch.equal(x, again)
     assert torch.equal(y, labels)
     assert not torch.equal(fetch(here.train, [7], epoch=5)[0], x[:1])

@@ -113,18 +113,6 @@ def test_images_that_are_not_dense_are_read_right() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
-def test_no_sample_is_to_one_rank_what_it_is_to_torch(options: dict[str, Any]) -> None:
-    # A rank whose share is empty, under statistics of each rank's own.
-    found = []
-    for layer in (nn.BatchNorm2d(21, **options), fold(nn.Sequential(nn.BatchNorm2d(21, **options)))):
-        for count in (4, 0, 4):
-            y = layer(_drawn(count, 21, 4, 4).requires_grad_())
-            y.sum().backward()
-        found.append([y.detach(), *(item.grad for item in layer.parameters()), *layer.buffers()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
-
-
 def test_a_copy_computes_the_same_apart_from_the_original() -> None:
     model = fold(nn.Sequential(nn.BatchNorm2d(21)))
     copied, x = copy.deepcopy(model), _drawn(4, 21, 4, 4)

@@ -174,11 +174,9 @@ class SharedLoader:
                     f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
                     f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
                 )
-        for start, stop, total, last in self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last):
-            size = stop - start
-            if not size:  # the batch's first stands in
-                start -= start % self.plan.global_size
-            yield order(start, start + (size or 1)), (size, total, last)
+        shares = self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last)
+        for start, stop, size, total, last in shares:
+            yield order(start, stop), (size, total, last)
 
     def _evaluation(self) -> _Shares:
         ranks, rank, samples = self._world.size, self._world.rank, self._length or 0

@@ -57,7 +57,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        """Yield each share's samples on the world's device. Shares may be empty."""
+        """Yield each share's samples on the world's device. No share is empty."""
 
     def close(self) -> None:
         """End the source's workers, if any."""

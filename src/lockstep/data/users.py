@@ -33,7 +33,6 @@ _MOST_WORKERS = 4
 """By default."""
 _PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
 """Keeps the draws of each purpose apart from each other, and from those of the other data sets."""
-_FIRST = np.zeros(1, np.int64)
 
 
 def called(config: DataConfig) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
     if not is_list or (y.is_floating_point() and not torch.equal(y, y.trunc())):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
-    low, high = map(int, y.long().aminmax()) if len(y) else (0, 0)
+    low, high = map(int, y.long().aminmax())
     if low < 0 or high >= classes:
         at = int(((y < 0) | (y >= classes)).nonzero()[0])
         found = f"sample {indices[at]} has label {int(y[at])}"
@@ -199,14 +198,10 @@ class Streamed(Source):
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
-        # For an empty share the first sample is read, and left out.
-        tasks = ((keys, share if len(share) else _FIRST, len(share)) for share in shares)
         try:
-            for indices, size, batch in self._feed.answers(keys, tasks):
+            for indices, _, batch in self._feed.answers(keys, ((keys, share, True) for share in shares)):
                 if isinstance(batch, LockstepError):
                     raise batch
-                if size < len(indices):
-                    batch, indices = [part[:size] for part in batch], indices[:size]
                 x, y = batch
                 _check_labels(self._what, y, indices, self.classes)
                 x, y = to_device(x, self._device), to_device(y.long(), self._device)

@@ -21,13 +21,11 @@ _UNFIT = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError, Asse
 """Errors that layers raise for samples that they were not made for."""
 
 
-def check(
-    name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], dtype: torch.dtype, empty: bool = False
-) -> None:
+def check(name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise `RequestError` where `model` gives no (N, at least `classes`) scores.
 
-    The samples have this shape and dtype; `empty` says that batches of none will come too. Statistics stay as they
-    are, and dropout draws nothing. Call under the autocast of training, if any.
+    The samples have this shape and dtype. Statistics stay as they are, and dropout draws nothing. Call under the
+    autocast of training, if any.
     """
     device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     with evaluating(model), torch.no_grad():
@@ -42,8 +40,6 @@ def check(
                 "image_size and shape are told of them), or other data; torchvision's take --image-size 224."
             ) from error
         _check_scores(name, scores, classes)
-        if empty:
-            _check_empty(name, model, torch.zeros((0, *shape), dtype=dtype, device=device), scores.shape[1])
 
 
 def check_parts(name: str, model: nn.Module) -> None:
@@ -65,18 +61,4 @@ def _check_scores(name: str, scores: Any, classes: int) -> None:
             f"--model {name} returns {found} for {_SAMPLES} samples, and the loss needs one score for each sample and "
             f"class, of shape ({_SAMPLES}, {classes}); return the scores alone, from a last layer of {classes} outputs "
             "(an argument named classes is told the number)."
-        )
-
-
-def _check_empty(name: str, model: nn.Module, x: Tensor, scores: int) -> None:
-    try:
-        found = tuple(model(x).shape)
-        reason = "" if found == (0, scores) else f"it makes scores of shape {found}, not (0, {scores})"
-    except _UNFIT as error:
-        reason = str(error).split("\n")[0] or type(error).__name__
-    if reason:
-        raise RequestError(
-            f"--model {name} cannot take a batch of no samples ({reason}), and an epoch's last batch is smaller than "
-            "the number of ranks, and leaves some without a sample; use x.flatten(1) where the model reshapes with "
-            "-1, or --drop-last, or another --batch."
         )

@@ -8,9 +8,10 @@ of values per channel,
 
     dx = w/s · (dy - Σdy/n - x̂ · Σ(dy·x̂)/n).
 
-The gradients of weight and bias stay those of the rank's own samples: the strategy reduces them. A rank whose share is
-empty joins both collectives with zeros. torch's own `SyncBatchNorm` refuses a CPU, and on a GPU the host waits once a
-layer, to find the ranks without a sample. Here the global count stays on the device: no host waits.
+The gradients of weight and bias stay those of the rank's own samples: the strategy reduces them. A rank whose samples
+only stand in, or that has none, joins both collectives with zeros. torch's own `SyncBatchNorm` refuses a CPU, and on a
+GPU the host waits once a layer, to find the ranks without a sample. Here the global count stays on the device: no host
+waits.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class SyncBatchNorm(BatchNorm):
             asked = f"(N, {self.num_features}) or (N, {self.num_features}, …)"
             raise ValueError(f"BatchNorm of {self.num_features} channels takes {asked}, found {tuple(x.shape)}")
         if not self.training:
-            return self._plain(x, self.running_mean, self.running_var)
+            mean, var = self.running_mean, self.running_var
+            return functional.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
         if not torch.compiler.is_compiling():
             return self._synchronised(x)
         # Ranks whose shares differ have different programs, which only Python's order keeps in step.
@@ -66,14 +68,7 @@ class SyncBatchNorm(BatchNorm):
         y: Tensor = _EAGER[0](self, x)
         return y
 
-    def _plain(self, x: Tensor, mean: Tensor | None, var: Tensor | None) -> Tensor:
-        return functional.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
-
     def _synchronised(self, x: Tensor) -> Tensor:
-        if x.numel() == 0 and self.world.size == 1:  # no sample, and no other rank: as torch does
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-            return self._plain(x, None, None)
         if x.is_cuda:
             x = cuda_kernels.dense(x)
         mean, var, unbiased, count = _global_statistics(x.detach(), self.world, self.eps)
@@ -133,7 +128,7 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, count: Any, layer: SyncBatchNorm
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.layer, ctx.stand_in = count, layer, SyncBatchNorm.stand_in
+        ctx.count, ctx.layer, ctx.counts = count, layer, x.numel() > 0 and not SyncBatchNorm.stand_in
         y: Tensor = _kernels(x).normalise(x, mean, var, weight, bias, layer.eps)
         return y
 
@@ -145,16 +140,14 @@ class _Normalise(torch.autograd.Function):
         if x.is_cuda:
             dy = cuda_kernels.dense(dy, like=x)
         kernels, eps = _kernels(x), ctx.layer.eps
-        if x.numel():
+        if ctx.counts:
             dot, total = kernels.sums(dy, x, weight, mean, var, eps)
         else:  # torch's CPU kernel divides by the number of samples: on an empty batch it kills the process (SIGFPE)
             dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[0]:
             means = kernels.summed(ctx.layer.world, dot, total) / ctx.count
-            dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means) if x.numel() else torch.empty_like(x)
-            if ctx.stand_in:  # which has no part in the statistics
-                dx.zero_()
+            dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means) if ctx.counts else torch.zeros_like(x)
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 4
 
 

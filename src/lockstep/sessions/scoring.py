@@ -53,7 +53,7 @@ class Classifier:
         job.strategy.prepare(job.model, self._dry_run)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
-        """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,); n may be 0."""
+        """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,)."""
         x, y = batch
         loss, logits = self._job.loss(x, y)
         return loss, None, (logits.detach(), y)

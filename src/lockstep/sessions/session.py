@@ -217,7 +217,7 @@ class Session:
                     continue
                 self._micro = micro
                 self._batch.number = 0
-                stands_in = micro.size == 0 and strategy is None
+                stands_in = micro.size == 0 and self.prepared.batchnorm == "sync"
                 if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
                     SyncBatchNorm.stand_in = stands_in
                 if loop.has_begun:
@@ -328,12 +328,12 @@ class Session:
         else:
             progress.enter("backward")
             # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
-            self.precision.backward(loss, strategy.averages_over / micro.total)
+            self.precision.backward(loss, strategy.averages_over / micro.total if micro.size else 0.0)
             if micro.last and self.precision.scaler is not None:
                 groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
                 self.precision.unscale(each for group in groups for each in group["params"])
             progress.enter("")
-            self._batch.note(loss.detach())
+            self._batch.note(loss.detach() if micro.size else torch.zeros_like(loss))
 
     def _step(self, optimizer: Optimizer, step: Any, closure: Any) -> Any:
         """Step the optimizer at the end of a global batch."""
@@ -360,7 +360,8 @@ class Session:
 
     def stepped(self, lr: float, norm: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None) -> None:
         """Note an optimizer step. `norm` is the gradients' norm, `last` the last micro-batch's (logits, labels)."""
-        self._has_stepped, self._lr, self._norm, self.loop.meter.pending.last = True, lr, norm, last
+        self._has_stepped, self._lr, self._norm = True, lr, norm
+        self.loop.meter.pending.last = last if self._counts else None
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader) -> Iterator[Any]:
         """Yield evaluation shares, each sample exactly once (*collective*). The order is the data set's.
@@ -374,7 +375,7 @@ class Session:
                 self._evaluated.pop(next(iter(self._evaluated))).close()
             self._evaluated[raw] = self._shared(raw, evaluates=True)
         shared, evaluated = self._evaluated[raw], 0
-        before = self._micro, self._is_evaluating, SyncBatchNorm.stand_in
+        before = self._micro, self._is_evaluating
         if loop.has_begun:
             loop.record_steps()
             loop.confirm()
@@ -391,7 +392,7 @@ class Session:
                     evaluated += micro.size
                     yield micro.batch
             finally:
-                self._micro, self._is_evaluating, SyncBatchNorm.stand_in = before
+                self._micro, self._is_evaluating = before
         self._compare_data()
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
         if shared.samples not in (None, found) and world.progress.listener is None:

@@ -69,7 +69,7 @@ class Job(Prepared):
         return len(self.data.train)
 
     def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, and the logits. x is (n, …), y (n,); n may be 0."""
+        """Return the summed loss, and the logits. x is (n, …), y (n,)."""
         with self.precision.autocast():
             logits = self.replica(x)
             return self.loss_fn(logits, y, reduction="sum"), logits
@@ -108,8 +108,8 @@ class Job(Prepared):
         )
         stream = self.data.train.stream((order.indices(start, stop) for start, stop, *_ in ahead), epoch=epoch)
         try:
-            for (_, _, total, last), (x, y, indices) in zip(shares, stream, strict=False):
-                yield Micro((x, y), len(indices), total, last, indices)
+            for (_, _, size, total, last), (x, y, indices) in zip(shares, stream, strict=False):
+                yield Micro((x, y), size, total, last, indices[:size])
         finally:
             stream.close()
 
@@ -158,9 +158,8 @@ def assemble(
     model = precision.place(model, world.device)
     # A checkpoint has all weights; the file that the run began with may be gone.
     taken = load_weights(config.model, model, world) if continued is None and evaluated is None else None
-    empty = evaluated is None and plan.leaves_ranks_empty(len(train), drop_last=asked.drop_last)
     with precision.autocast():
-        trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype, empty=empty)
+        trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype)
     if config.precision.compile:
         model.compile()
     replica = strategy.wrap(model)

@@ -136,8 +136,8 @@ class ThreadReplicas(nn.Module):
 
 
 def _split(x: Tensor, replicas: int) -> list[Tensor]:
-    """Return `x` (n, …) in at most `replicas` parts. The larger ones first; one part where n is 0."""
-    return [part for part in x.tensor_split(replicas) if len(part)] or [x]
+    """Return `x` (n, …) in at most `replicas` parts, the larger ones first."""
+    return [part for part in x.tensor_split(replicas) if len(part)]
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,15 +29,6 @@ _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _KEEP_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False
 }
-
-
-class _Replica(DistributedDataParallel):
-    """torch's DDP; an empty batch runs without torch.compile."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        # The compiler would make another program for no samples, and that of torch 2.11 fails in its backward pass.
-        with nullcontext() if len(x) else torch.compiler.set_stance("force_eager"):
-            return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _average(world: World, gradients: Tensor) -> torch.futures.Future[Tensor]:
@@ -67,7 +58,7 @@ class DDP(Strategy):
         if world.group is None:
             return model  # one rank without a group from a launcher: it exchanges nothing
         with _torch.without_compiler():
-            replica = _Replica(
+            replica = DistributedDataParallel(
                 model,
                 device_ids=[world.device.index] if world.device.type == "cuda" else None,
                 # Synchronised statistics are equal already; local ones follow agree_on_buffers.

@@ -364,7 +364,7 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
     found = [Case("the first batch", 0, size)]
     if size % replicas == 0 and size > replicas:
         found.append(Case("an uneven batch", 0, size - 1))
-    if 0 < last < samples and not config.batch.drop_last and (last >= replicas or not own_step):
+    if replicas <= last < samples and not config.batch.drop_last:
         found.append(Case("the epoch's last batch", samples - last, samples))
     if not own_step and size // parts >= replicas and parts > 1:
         found.append(Case(f"{parts} micro-batches", 0, size, parts))

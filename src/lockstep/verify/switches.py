@@ -105,7 +105,7 @@ def by_sample(loss_fn: LossFunction) -> LossFunction:
 
     def summed(scores: Tensor, labels: Tensor, *, reduction: str = "sum") -> Tensor:
         parts = [loss_fn(scores[at : at + 1], labels[at : at + 1], reduction="sum") for at in range(len(labels))]
-        return sum(parts, scores.sum() * 0)  # which a rank without samples has too
+        return sum(parts, scores.new_zeros(()))
 
     return summed
 
@@ -127,7 +127,7 @@ def unsteady(model: nn.Module, x: Tensor, rows: slice, tolerance: float) -> str:
         ours, theirs = ours.double(), theirs.double()
         return float((ours - theirs).abs().max()) > tolerance * float(ours.abs().max())
 
-    for name, (given, made) in _passed(model, x[rows]).items() if len(x[rows]) else ():
+    for name, (given, made) in _passed(model, x[rows]).items():
         if name not in whole or differ(whole[name][0], given):
             return f"the model's own forward, before {name}"
         if differ(whole[name][1], made):
