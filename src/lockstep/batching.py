@@ -44,8 +44,9 @@ class BatchPlan:
         if global_size < accumulation * parts:
             raise RequestError(
                 f"Global batch {global_size} does not split into {counted(accumulation, 'micro-batch')} on "
-                f"{counted(parts, 'device')}: each device needs at least one sample of each; use a larger --batch, "
-                "fewer micro-batches (a larger --micro-batch or a smaller --accumulate), or fewer devices."
+                f"{counted(parts, 'device')}: each device needs at least one sample of each; use --batch "
+                f"{accumulation * parts} or more, fewer micro-batches (a larger --micro-batch or a smaller "
+                "--accumulate), or fewer devices."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation, devices=devices)
 
