@@ -38,6 +38,10 @@ def noted(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), Noted(64, classes))
 
 
+def lazy(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+
 def unnormed(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
 

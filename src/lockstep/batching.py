@@ -42,11 +42,12 @@ class BatchPlan:
         if accumulation is None:
             accumulation = 1 if micro_size is None else -(-global_size // _largest_micro(micro_size, ranks, devices))
         if global_size < accumulation * parts:
+            larger = "a larger --micro-batch" if micro_size else f"--batch {accumulation * parts} or more"
+            fewer = ", a smaller --accumulate" if micro_size is None and accumulation > 1 else ""
             raise RequestError(
                 f"Global batch {global_size} does not split into {counted(accumulation, 'micro-batch')} on "
-                f"{counted(parts, 'device')}: each device needs at least one sample of each; use --batch "
-                f"{accumulation * parts} or more, fewer micro-batches (a larger --micro-batch or a smaller "
-                "--accumulate), or fewer devices."
+                f"{counted(parts, 'device')}: each device needs at least one sample of each; use {larger}{fewer}, or "
+                "fewer devices (the only way for a run that is continued)."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation, devices=devices)
 
@@ -77,14 +78,17 @@ class BatchPlan:
         Each is (start, stop, its samples, the batch's samples, whether it is in the batch's last micro-batch). For a
         share without samples, [start, stop) is the batch's first one, which stands in.
         """
-        whole = self.split(0, self.global_size, rank)  # the same for each batch but the last: cut once
+        whole = self._reads(self.global_size, rank)  # the same for each batch but the last: cut once
         for step in range(first, self.steps(samples, drop_last=drop_last)):
             begin, end = self.batch(step, samples)
             total = end - begin
-            parts = whole if total == self.global_size else self.split(0, total, rank)
-            for part in parts:
-                read = part or range(1)
-                yield begin + read.start, begin + read.stop, len(part), total, part is parts[-1]
+            for start, stop, size, last in whole if total == self.global_size else self._reads(total, rank):
+                yield begin + start, begin + stop, size, total, last
+
+    def _reads(self, total: int, rank: int) -> list[tuple[int, int, int, bool]]:
+        """Return [start, stop), the samples, and whether it is the last, of each share of a batch from 0 on."""
+        parts = self.split(0, total, rank)
+        return [(read.start, read.stop, len(part), part is parts[-1]) for part in parts for read in [part or range(1)]]
 
     def _micros(self, samples: int) -> int:
         return max(1, -(-samples * self.accumulation // self.global_size))

@@ -49,7 +49,7 @@ def test_the_first_failing_rank_is_named_and_nobody_is_left(way: str, words: str
 
 def test_a_rank_that_outlasts_the_others_is_named() -> None:
     before = _children()
-    with pytest.raises(RunError, match=r"^Rank 1 did not end, though the others did long ago; continue with"):
+    with pytest.raises(RunError, match=r"^Rank 1 did not end within 2 s after the others; continue with"):
         launch(entries.outlast, config(devices=2, stall_timeout=2.0), {})
     assert _children() <= before
 

@@ -267,6 +267,7 @@ def _ledger(change: Callable[[bytes], bytes]) -> Spoil:
 FAULTS: list[tuple[Spoil, str, str]] = [
     (_edit("config.toml", "\nepochs = 3\n", "\nepochs = \n"), "files", "config.toml is not valid TOML"),
     (lambda folder: (folder / MANIFEST).unlink(), "files", "manifest.json cannot be read"),
+    (lambda folder: (folder / SUMMARY).unlink(), "files", "summary.json cannot be read"),
     (_line("log", 69, '{"event": "log", "st\n'), "files", r"steps.jsonl line \d+ cannot be read"),
     (_line("step", 17), "steps", r"step 18 follows step 16 \(steps.jsonl line \d+\)"),
     (_line("step", 69), "steps", "the finish at step 69 follows step 68"),

@@ -112,6 +112,18 @@ def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(
     assert runs.taken_up(config(output="here"), theirs) == tmp_path / "here"
 
 
+def test_to_go_on_after_a_loss_in_start_up_does_not_extend_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = config(model="mlp", data="digits")
+    with folders.begun(asked) as first, pytest.raises(RunError), folders.begun(asked) as second:
+        raise RunError("Rank 1 was killed.")  # before rank 0 has written anything
+    found = [each.record.output for each in (first, second)]
+    assert found == [Path("runs/digits-mlp"), Path("runs/digits-mlp-2")]
+    assert folders.check(override(asked, resume="auto")) == found[1]
+
+
 def test_auto_is_no_other_run_than_the_one_whose_config_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

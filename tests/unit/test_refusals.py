@@ -151,6 +151,7 @@ OWN = """
 --model lacking:Net                    | importing lacking | ModuleNotFoundError at | lacking.py:2 | no_such_package
 --model {own}:narrow                   | cannot take this data set's samples | (1, 8, 8)
 --model {own}:noted                    | more than tensors in its state (1._extra_state)
+--model {own}:lazy                     | shapes a first batch decides (1.weight, 1.bias)
 --model {own}:unnormed                 | without running statistics (1)
 --model mobilenet_v3_small             | (1, 8, 8) | to have 3 channels, but got 1
 --data {own}:outside                   | test sample 3 has label 3 | 0 to 2

@@ -32,7 +32,8 @@ not depend on the devices, so the run's own are not asked for again: this machin
 
   --split SPLIT         validation, test or train (default: test); train without augmentation
   --predictions FILE    write what the model says of each sample: index, label, predicted class, its probability
-  --output FOLDER       where scores.json goes: all scores, and those of each class (default: the run's folder)
+  --output FOLDER       where scores.json goes: all scores, and those of each class (default: the run's folder, with a
+                        warning where that cannot be written)
 """
 
 SCORES = "scores.json"
@@ -59,7 +60,7 @@ def main(given: list[str]) -> int:
     if predictions is not None and (predictions.suffix != ".csv" or not predictions.parent.is_dir()):
         raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
     config = flags.parse(rest, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
-    folder = (config.record.output or source.parent).absolute()
+    is_asked, folder = config.record.output is not None, (config.record.output or source.parent).absolute()
     check_names(config)
     resuming = dataclasses.replace(config.checkpoint, resume=str(path))
     config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())
@@ -68,6 +69,8 @@ def main(given: list[str]) -> int:
         # Of five classes or fewer it is 100 % whatever the model does.
         top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""
         trouble = _unwritten(folder / SCORES, scores)
+        if trouble and is_asked:
+            raise trouble
         with output.written():
             Screen().say(
                 f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "
@@ -108,15 +111,15 @@ def _check_flags(given: Collection[str], config: RunConfig) -> None:
     flags.check_read(given, config)
 
 
-def _unwritten(path: Path, scores: dict[str, Any]) -> str:
-    """Write the scores. Return why that failed, else ""."""
+def _unwritten(path: Path, scores: dict[str, Any]) -> RequestError | None:
+    """Write the scores. Return the error where that failed."""
     try:
         own_folder(path.parent)
         check_own(path)
         write_json(path, scores)
     except OSError as error:
-        return str(folders.unwritable(path, error))
-    return ""
+        return folders.unwritable(path, error)
+    return None
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:

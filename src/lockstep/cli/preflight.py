@@ -1,4 +1,4 @@
-"""What is checked of a request before any process starts. No torch."""
+"""Checks of a request before any process starts. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..models import table
 
 
 def check_names(config: RunConfig) -> None:
-    """Raise `RequestError` for a model or data that cannot be."""
+    """Raise `RequestError` for an unknown model or data set."""
     table.preflight(config.model.name)
     sets.preflight(config.data)
 

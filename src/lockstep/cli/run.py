@@ -41,7 +41,7 @@ def main(given: list[str]) -> int:
     planned = plan(config)
     if planned.starts_here:
         folders.check(config)
-    return start.start(script, planned) or 0
+    return start.run(script, planned) or 0
 
 
 def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from ..config.options import recipes
@@ -28,8 +29,11 @@ def main(given: list[str]) -> int:
     if "--dry-run" in given:
         with output.written():
             Screen().print(f"{planned}\n{batches}", soft_wrap=True)
+    elif planned.starts_here:
+        with folders.begun(planned.config) as begun:
+            start.run(entry, dataclasses.replace(planned, config=begun))
     else:
-        start.start(entry, planned)
+        start.run(entry, planned)
     return 0
 
 

@@ -189,13 +189,13 @@ def below(folder: Path) -> list[Run]:
         return [_listed(folder, folder.parent)]
     depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
-    found = [_listed(path, folder) for path in sorted(paths) if not _is_part(path)]
+    found = [_listed(path, folder) for path in sorted(paths) if not _is_part(path, folder)]
     return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
 
 
-def _is_part(run: Path) -> bool:
+def _is_part(run: Path, folder: Path) -> bool:
     above = run.parent
-    is_proved = (above / SHEET).exists() and not (above / "manifest.json").exists()
+    is_proved = above != folder and (above / SHEET).exists() and not (above / "manifest.json").exists()
     return is_proved or (above.name.startswith("race-") and (above.parent / "plan.json").exists())
 
 

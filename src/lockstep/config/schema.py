@@ -3,7 +3,7 @@
 Each leaf has one public key: the command's flag (`--batch 256`), the TOML key (`batch = 256`) and the name in
 `override(config, batch=256)` (see `options`). Its annotation says which values it takes; the comment beside it, or the
 string under it, is its help on the command line. What follows from them (a rank's share, the chosen strategy) is not
-here: a config says only what was asked.
+here: a config says only what was asked, and what the line of a named strategy says of it.
 
     recipe (TOML in the package)  <  --config FILE.toml  <  flags
 """

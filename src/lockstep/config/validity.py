@@ -40,7 +40,7 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """The words that an option takes: those of a table, which may become more, and others."""
+    """The permitted words: those of a table, which may grow, and `others`."""
 
     words: Collection[str]
     others: tuple[str, ...] = ()

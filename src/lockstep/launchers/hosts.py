@@ -96,14 +96,14 @@ def url(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def host_and_port(url: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of tcp://HOST:PORT. Raises `RequestError` for any other URL."""
     with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
+        parts = urlsplit(address)
         if parts.hostname and parts.port and not parts.path.strip("/") and not parts.query:
             return parts.hostname, parts.port
     raise RequestError(
-        f"--init-method {url}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
+        f"--init-method {address}: give an address and a port from 1 to 65535, such as tcp://10.0.0.1:29500."
     )
 
 

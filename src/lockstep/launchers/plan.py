@@ -32,7 +32,7 @@ class LaunchPlan:
     config: RunConfig
     """With strategy, accelerator and launcher resolved from `auto`; under Ray, only the launcher."""
     processes: int
-    """The number of ranks on this node; 1 under Ray, which counts its nodes' devices."""
+    """The number of ranks on this node."""
     least_ranks: int
     """The least number of ranks on all nodes."""
     starts_here: bool
@@ -63,9 +63,11 @@ def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     """
     env = os.environ if env is None else env
     parallel, ranks = config.parallel, _known_ranks(config.parallel, env)
-    if parallel.launcher != "ray":  # which resolves them for its cluster
+    if parallel.launcher == "ray":  # which resolves them for its cluster
+        here = parallel.devices or 1
+    else:
         parallel = _resolved(parallel, ranks, env)
-    here = _devices(parallel, env) if parallel.process_per_device else 1
+        here = _devices(parallel, env) if parallel.process_per_device else 1
     if parallel.launcher == "auto":
         parallel = dataclasses.replace(parallel, launcher=_auto(parallel, here, env))
     _check(parallel, here, env)

@@ -23,10 +23,10 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
 
     Raises the errors of `plan`, and a `LockstepError` for a failure in any rank.
     """
-    return start(entry, plan(config, env), env)
+    return run(entry, plan(config, env), env)
 
 
-def start(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
+def run(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
     """Run `entry(config, world)` on a plan's ranks; return rank 0's value. None on other ranks."""
     launcher = LAUNCHERS[planned.launcher]
     module = launcher.module

@@ -230,8 +230,9 @@ class Supervisor:
         ranks = [worker.rank for worker in self._silent()]
         if not ranks or time.monotonic() < all_ran_s + self._parallel.stall_timeout:
             return None
-        who = ranks_in_short(ranks).capitalize()
-        return Failure(ranks[0], "", f"{who} did not end, though the others did long ago; {self._resume_hint}.", "")
+        who, since_s = ranks_in_short(ranks).capitalize(), self._parallel.stall_timeout
+        told = f"{who} did not end within {since_s:g} s after the others; {self._resume_hint}."
+        return Failure(ranks[0], "", told, "")
 
     def _obituary(self, worker: _Worker) -> Failure:
         """Return the failure of a rank that ended without a report."""
@@ -337,7 +338,10 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
         rendezvous = door.open(place.rank, config.parallel.timeout, notes)
         with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry)
-        report = pickle.dumps(value)
+        try:
+            report = pickle.dumps(value)
+        except Exception as error:  # one that another start would not change
+            raise RequestError(f"What rank 0 returned cannot be sent: {failures.one_line(error)}.") from error
     except BaseException as error:
         pipe.send(failures.account(error, place.rank, config))
         rank.vanish(error)

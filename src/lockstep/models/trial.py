@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .. import user_code
 from ..errors import RequestError
@@ -43,7 +44,12 @@ def check(name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], 
 
 
 def check_parts(name: str, model: nn.Module) -> None:
-    """Raise `RequestError` for parts that a checkpoint cannot hold."""
+    """Raise `RequestError` for parts that cannot be placed or saved."""
+    if lazy := [key for key, held in model.named_parameters() if is_lazy(held)]:
+        raise RequestError(
+            f"--model {name} has tensors whose shapes a first batch decides ({', '.join(lazy[:3])}); run a batch of "
+            "zeros through it where it is made, so that they are known before training."
+        )
     if extra := [key for key in model.state_dict() if key.endswith("_extra_state")]:
         raise RequestError(
             f"--model {name} keeps more than tensors in its state ({', '.join(extra[:3])}), and a checkpoint holds "

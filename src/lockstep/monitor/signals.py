@@ -19,7 +19,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
 OUTSIDE = "Stopped outside of training; nothing was left to save."
 STOPPING = "stopping: finishes the step under way and saves"
-UNSAVED = "stopping: finishes the step under way; nothing is saved, since no output folder was given"
+NOT_SAVED = "nothing is saved, since no output folder was given"
+UNSAVED = f"stopping: finishes the step under way; {NOT_SAVED}"
 INSIST = "; a second signal ends it at once"
 """Added for a person; SIGUSR1 comes from a program."""
 _ECHO_S = 0.5

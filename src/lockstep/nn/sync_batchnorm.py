@@ -88,7 +88,7 @@ class SyncBatchNorm(BatchNorm):
         running_var.lerp_(var.to(running_var.dtype), momentum)
 
 
-@np.errstate(all="ignore")  # of a run that diverges: its loss, which is not finite, is told of in a sentence
+@np.errstate(all="ignore")  # a run that diverges is reported by its loss
 def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
     """Return all ranks' statistics (*collective*).
 
@@ -142,7 +142,7 @@ class _Normalise(torch.autograd.Function):
         kernels, eps = _kernels(x), ctx.layer.eps
         if ctx.counts:
             dot, total = kernels.sums(dy, x, weight, mean, var, eps)
-        else:  # torch's CPU kernel divides by the number of samples: on an empty batch it kills the process (SIGFPE)
+        else:  # a stand-in, or no sample, by whose number torch's CPU kernel would divide (SIGFPE)
             dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[0]:

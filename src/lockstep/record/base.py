@@ -3,8 +3,8 @@
 Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and lists. The events:
 
     start       lines (batch plan, what auto chose), plan, chosen (by option), first_step, epoch_s (of earlier epochs),
-                total_steps, steps_per_epoch, epochs, eval_every, best_on, output (its folder), covers (the ranks
-                of each number of steps and log); of a classifier also shape (of a sample) and classes
+                total_steps, steps_per_epoch, epochs, best_on, output (its folder), covers (the ranks of each
+                number of steps and log); of a classifier also shape (of a sample) and classes
     steps       rows: a dict for each step since the last `steps`: step, epoch, loss, lr, samples, the user's values,
                 and grad_norm (of each step where gradients are clipped, else of an interval's last)
     log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s

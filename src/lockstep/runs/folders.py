@@ -8,6 +8,7 @@ is refused.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ..config.schema import RunConfig
-from ..errors import RequestError, RunError
+from ..errors import RequestError, RunError, Stopped
 from ..files import LOCK, REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
@@ -78,8 +79,6 @@ def _withdraw(path: Path, is_new: bool) -> None:
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
         if is_new:
             path.rmdir()  # where it is empty
-            if path.parent == RUNS.absolute():
-                RUNS.rmdir()  # the same
 
 
 def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
@@ -207,6 +206,27 @@ def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
     elif make:
         _make(path)
     return path.absolute(), is_new
+
+
+@contextlib.contextmanager
+def begun(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the config with its run's folder; make a new default one.
+
+    Where a rank is lost before rank 0 claims it, --resume auto then finds this folder, and not that of an earlier run.
+    """
+    if _asked(config) is not None:
+        yield config
+        return
+    is_first = not RUNS.exists()
+    path = fresh(default_name(config))
+    try:
+        yield dataclasses.replace(config, record=dataclasses.replace(config.record, output=path))
+    except (RequestError, Stopped):
+        with contextlib.suppress(OSError):  # what lies there stays
+            path.rmdir()
+            if is_first:
+                RUNS.rmdir()
+        raise
 
 
 def _asked(config: RunConfig) -> Path | None:

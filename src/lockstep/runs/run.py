@@ -56,7 +56,7 @@ def opened(
     """Hold the run's folder within the block; record its errors (*collective*).
 
     `keys` are the options that a continued run must share with the one before. `console` replaces the recorder for a
-    person. The options in `only` are recorded, by default all. `again` is as in `Opened`.
+    person. The options in `only` are recorded, by default all. `resume_hint` is as in `Opened`.
     """
     world.progress.enter(SETUP)  # the others wait while rank 0 works with files
     if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):

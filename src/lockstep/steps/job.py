@@ -75,7 +75,7 @@ class Job(Prepared):
             return self.loss_fn(logits, y, reduction="sum"), logits
 
     def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Exchange the gradients of a batch of `count` samples. `shares`: this rank's (x, y) by micro-batch."""
+        """Exchange the gradients of a batch of `count` samples. `shares`: (x, y) of each micro-batch, none empty."""
         given = list(shares)
         for number, (x, y) in enumerate(given, start=1):
             with self.strategy.sync_on(self.replica, last=number == len(given)):
@@ -109,7 +109,7 @@ class Job(Prepared):
         stream = self.data.train.stream((order.indices(start, stop) for start, stop, *_ in ahead), epoch=epoch)
         try:
             for (_, _, size, total, last), (x, y, indices) in zip(shares, stream, strict=False):
-                yield Micro((x, y), size, total, last, indices[:size])
+                yield Micro((x, y), size, total, last, indices if size else indices[:0])
         finally:
             stream.close()
 

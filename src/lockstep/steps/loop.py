@@ -18,7 +18,7 @@ from ..checkpoint.state import State
 from ..checks.pages import Indices
 from ..errors import RequestError, RunError, Stopped, ranks_named
 from ..files import own_folder, shown, understanding, write_json
-from ..monitor.signals import StopRequest
+from ..monitor.signals import NOT_SAVED, StopRequest
 from ..record.result import Scores
 from ..runs.folders import unwritable
 from ..runs.run import Opened
@@ -237,7 +237,7 @@ class Loop:
 
     def stopped(self) -> Stopped:
         """Save; return the error of a requested stop (*collective*)."""
-        step, ending = self.position.step, "; nothing was saved, since no output folder was given."
+        step, ending = self.position.step, f"; {NOT_SAVED}."
         if self._saved_at != step:
             self.save()
         if self._saver is not None:

@@ -78,7 +78,7 @@ def main(given: list[str]) -> int:
         return curve.judge(setup, tolerance)
     names = strategies(config.parallel.strategy)
     planned = _planned(config, names)
-    report = start.start(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
+    report = start.run(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
     if report is None:
         return 0  # this process is not the rank that reports
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
