@@ -13,6 +13,9 @@ from ..pool import RankPool
 
 
 def _talk(world: World) -> Any:
+    with torch.inference_mode():  # what is kept for the next exchange of this size can be written to outside of it
+        for _ in range(2):
+            world.sum(torch.zeros(2))
     shared = torch.full((3,), float(world.rank) + 5)
     world.broadcast([shared])
     world.barrier()

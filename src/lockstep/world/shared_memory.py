@@ -69,7 +69,8 @@ class SharedMemory:
         @lru_cache(1024)  # a model needs two for each size of tensor
         def views(turn: int, operation: str, dtype: torch.dtype, count: int, whole: int) -> tuple[int, Slots]:
             kind = zlib.crc32(f"{operation} {dtype} {whole}".encode())
-            return kind, slots[turn, :, : count * dtype.itemsize].view(dtype).unbind()
+            with torch.inference_mode(False):  # one made in an evaluation could not be written to after it
+                return kind, slots[turn, :, : count * dtype.itemsize].view(dtype).unbind()
 
         self._views, self._numbers = views, slots.view(torch.float64).numpy()
 
