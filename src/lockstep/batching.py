@@ -42,12 +42,14 @@ class BatchPlan:
         if accumulation is None:
             accumulation = 1 if micro_size is None else -(-global_size // _largest_micro(micro_size, ranks, devices))
         if global_size < accumulation * parts:
-            larger = "a larger --micro-batch" if micro_size else f"--batch {accumulation * parts} or more"
-            fewer = ", a smaller --accumulate" if micro_size is None and accumulation > 1 else ""
+            ways = [f"a batch of {parts if micro_size else accumulation * parts} or more"]
+            if global_size >= parts:
+                ways = ["a larger --micro-batch"] if micro_size else [*ways, "a smaller --accumulate"]
+            ways += ["fewer devices"] if parts > 1 else []
             raise RequestError(
                 f"Global batch {global_size} does not split into {counted(accumulation, 'micro-batch')} on "
-                f"{counted(parts, 'device')}: each device needs at least one sample of each; use {larger}{fewer}, or "
-                "fewer devices (the only way for a run that is continued)."
+                f"{counted(parts, 'device')}: each device needs at least one sample of each; use {' or '.join(ways)} "
+                "(a run that is continued keeps its batch and its micro-batches)."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation, devices=devices)
 

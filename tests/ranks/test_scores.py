@@ -249,5 +249,6 @@ def test_the_command_writes_where_it_is_told_and_through_no_link(
     assert "warning: run/scores.json cannot be written: it is a link" in said
     assert Path("mine.json").read_bytes() == before
     assert main(["eval", "run", "--output", "mine.json"]) == 2
+    assert "--output" in capsys.readouterr().err
     assert main(["eval", "run", "--output", "elsewhere"]) == 0
     assert json.loads(Path("elsewhere/scores.json").read_text())["split"] == "test"

@@ -62,7 +62,7 @@ TRAIN = """
 --collate mine:pad                     | --collate belongs to --step
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
---batch 2 --devices 3                  | batch 2 | 3 devices | --batch 3 or more
+--batch 2 --devices 3                  | batch 2 | 3 devices | a batch of 3 or more
 --batch 2 --devices 3 --strategy dp    | batch 2 | 3 devices | fewer devices
 --accumulate 33 --devices 2            | 33 micro-batches on 2 devices | a smaller --accumulate
 --micro-batch 1 --batch 5 --devices 4  | 2 micro-batches on 4 devices | a larger --micro-batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import LockstepError, RequestError, RunError
+from lockstep.errors import LockstepError, RequestError, RunError, Stopped
 from lockstep.sessions import session as sessions
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
@@ -433,6 +434,27 @@ def test_steps_that_are_made_once_in_several_batches_are_continued_where_they_st
     *rest, again = train(str(tmp_path / "part"), resume="auto")
     assert [each.tolist() for each in rest] == [each.tolist() for each in whole[2:]]
     assert torch.equal(again, weights)
+
+
+def test_a_stop_in_an_epochs_last_batch_comes_after_what_follows_the_loop_over_its_batches(tmp_path: Path) -> None:
+    def train(*, stops: bool, **options: Any) -> list[tuple[int, int]]:
+        ours, model, optimizer, loader = loop(output=str(tmp_path), **options)
+        seen: list[tuple[int, int]] = []
+        with ours:
+            for epoch in ours.epochs(3):
+                for number, batch in enumerate(loader, start=1):
+                    if stops and number == len(loader):
+                        signal.raise_signal(signal.SIGTERM)
+                    ours.backward(loss_of(model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                seen.append((epoch, number))
+        return seen
+
+    with pytest.raises(Stopped):
+        train(stops=True)
+    (_, batches), last = train(stops=False, resume="auto")
+    assert last == (2, batches)
 
 
 @pytest.mark.parametrize("weights", [[None] * 3, [1, 2, 3]])

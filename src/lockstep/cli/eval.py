@@ -61,6 +61,8 @@ def main(given: list[str]) -> int:
         raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
     config = flags.parse(rest, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
     is_asked, folder = config.record.output is not None, (config.record.output or source.parent).absolute()
+    if is_asked and folder.exists() and not folder.is_dir():
+        raise RequestError(f"--output {folder} is a file; give a folder.")
     check_names(config)
     resuming = dataclasses.replace(config.checkpoint, resume=str(path))
     config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())

@@ -152,7 +152,9 @@ class Loop:
         save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
         if save or self.meter.due(self.stop.asked):
             stopping = self.record_steps()
-            if self.prepared.source is None and self.epochs:  # such an epoch cannot be resumed in its midst
+            # Without a source an epoch cannot be resumed in its midst; and at the end of one, what follows the user's
+            # loop over its batches may need what that loop has left.
+            if (self.prepared.source is None and self.epochs) or self.position.within == self.steps:
                 self._is_stopping = self._is_stopping or stopping
             elif stopping:
                 raise self.stopped()
@@ -162,10 +164,9 @@ class Loop:
             self._listener.ended_step(self)
 
     def end_data(self) -> None:
-        """Record and verify after an epoch's or run's last step (*collective*). Raises as `end_step` does."""
+        """Record and verify after an epoch's or run's last step (*collective*). A stop waits for `end_epoch`."""
         self.resumed_at = 0
-        if self.record_steps():
-            raise self.stopped()
+        self._is_stopping = self.record_steps() or self._is_stopping
         self.confirm()
 
     def end_epoch(self) -> None:

@@ -131,9 +131,11 @@ def _read(folder: Path) -> _Run:
     parts = [_Part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
     config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
     understood(MANIFEST, lambda: json_object(MANIFEST))
-    has_ended = any(row["event"] in ("finish", "failed") for row in rows)  # with which the summary is written
+    has_ended = bool(parts and parts[-1].of("finish", "failed"))
     is_there = has_ended or (folder / SUMMARY).exists()
     summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if is_there else None
+    if summary is not None and parts and has_ended != (summary.get("exit") is not None):
+        damage.append(f"{SUMMARY} and {STEPS} disagree on whether the run has ended")
     if summary is None or summary.get("exit") is None:  # a new start clears the exit code; or the file has proofs alone
         summary = {}
     return _Run(folder=folder, config=config, parts=parts, held=_held(parts, summary), damage=damage)
