@@ -27,6 +27,11 @@ def total(config: RunConfig, world: World) -> dict[str, Any]:
     }
 
 
+def unpicklable(config: RunConfig, world: World) -> object:
+    """Return what cannot be sent."""
+    return lambda: 1
+
+
 def fail(config: RunConfig, world: World) -> None:
     """Fail on rank 1 in the way that the config's data folder names; rank 0 waits for it in a collective."""
     world.barrier()

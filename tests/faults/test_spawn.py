@@ -65,3 +65,8 @@ def test_data_workers_of_a_run_that_is_stopped_leave_neither_words_nor_files() -
 def test_gpus_that_torch_cannot_use_are_refused() -> None:
     with pytest.raises(RequestError, match=r"The driver shows GPUs, .* --accelerator cpu"):
         rank.take_device(override(RunConfig(), accelerator="cuda"), {}, Topology())
+
+
+def test_what_cannot_be_sent_is_told() -> None:
+    with pytest.raises(RequestError, match=r"^What rank 0 returned cannot be sent .*pickle.*; return plain values"):
+        launch(entries.unpicklable, config(devices=2), {})

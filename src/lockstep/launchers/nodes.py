@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import pickle
 import secrets
 import socket
 import time
@@ -42,7 +41,7 @@ from ..world.topology import Topology
 from . import hosts, stores
 from .plan import Entry, LaunchPlan
 from .stores import PREFIX, Door
-from .supervisor import Supervisor, packed
+from .supervisor import Supervisor, packed, value_of
 from .variables import having, unset
 
 _KEEP_ALIVE_S, _MISSED = 2, 3
@@ -84,7 +83,7 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
         kept.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)  # what torch's rendezvous logs is told in our words
         value = _Agent(rendezvous, job, secret, config, planned.processes).run(payload)
-    return None if value is None else pickle.loads(value)
+    return None if value is None else value_of(value)
 
 
 class _State(dynamic.RendezvousBackend):

@@ -37,7 +37,7 @@ from ..world.topology import Topology
 from . import stores
 from .plan import Entry, LaunchPlan
 from .stores import Door
-from .supervisor import GRACE_S, Supervisor, end_with
+from .supervisor import GRACE_S, Supervisor, end_with, value_of
 
 _CHILD = "import sys; from lockstep.launchers.ray import serve; serve(int(sys.argv[1]))"
 _PROBE_S = 5.0
@@ -198,7 +198,7 @@ class _Job:
                     break
         if causes:
             raise first_cause(causes).error()
-        return pickle.loads(cast(bytes, self._ended[0]))
+        return value_of(cast(bytes, self._ended[0]))
 
     def _end_of(self, node: int, result: Any) -> bytes | Failure:
         import ray.exceptions

@@ -100,7 +100,7 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
             with stores.memory() as memory:  # a new one, in which no rank that was killed has left half an entry
                 ended = supervisor.run(places, payload, Door(memory=memory))
             if not isinstance(ended, Failure):
-                return pickle.loads(ended)
+                return value_of(ended)
             if not supervisor.starts_again(ended):
                 raise ended.error()
             supervisor.keep(supervisor.notes.get(FOLDER, ""))
@@ -296,6 +296,16 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
         ) from error
 
 
+def value_of(value: bytes) -> Any:
+    """Return what our own rank has sent. Raises `RunError` where it cannot be read here."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise RunError(
+            f"What rank 0 returned cannot be read here ({failures.one_line(error)}); return plain values."
+        ) from error
+
+
 def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
     """Start a rank's process.
 
@@ -341,7 +351,9 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
         try:
             report = pickle.dumps(value)
         except Exception as error:  # one that another start would not change
-            raise RequestError(f"What rank 0 returned cannot be sent: {failures.one_line(error)}.") from error
+            raise RequestError(
+                f"What rank 0 returned cannot be sent ({failures.one_line(error)}); return plain values."
+            ) from error
     except BaseException as error:
         pipe.send(failures.account(error, place.rank, config))
         rank.vanish(error)
