@@ -71,15 +71,15 @@ def main(given: list[str]) -> int:
         # Of five classes or fewer it is 100 % whatever the model does.
         top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""
         trouble = _unwritten(folder / SCORES, scores)
-        if trouble and is_asked:
-            raise trouble
         with output.written():
             Screen().say(
                 f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "
                 f"{scores['samples']:,} samples  step {scores['step']:,}",
             )
-            if trouble:
+            if trouble and not is_asked:
                 Screen().say((f"warning: {trouble}", "yellow"))
+        if trouble and is_asked:
+            raise trouble
     return 0
 
 

@@ -17,18 +17,22 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def visible(env: Mapping[str, str]) -> tuple[hardware.Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES in `env` shows."""
+    return hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))
+
+
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that this process may use. By local rank, or all its own; empty on the CPU."""
     if parallel.accelerator != "cuda":
         return ()
-    visible = hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))
-    return tuple(visible[index].uuid for index in _chosen(parallel, len(visible)))
+    gpus = visible(env)
+    return tuple(gpus[index].uuid for index in _chosen(parallel, len(gpus)))
 
 
 def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int) -> int:
     """Return the index of a local rank's (first) GPU. It counts among the GPUs visible to the rank's process."""
-    visible = len(hardware.gpus(env.get("CUDA_VISIBLE_DEVICES")))
-    return of_rank(_chosen(parallel, visible), local_rank, drives_all=parallel.drives_all)[0]
+    return of_rank(_chosen(parallel, len(visible(env))), local_rank, drives_all=parallel.drives_all)[0]
 
 
 def of_rank(gpus: Sequence[Gpu], local_rank: int, *, drives_all: bool) -> Sequence[Gpu]:
@@ -37,7 +41,7 @@ def of_rank(gpus: Sequence[Gpu], local_rank: int, *, drives_all: bool) -> Sequen
     return gpus if drives_all or len(gpus) == 1 else gpus[local_rank : local_rank + 1]
 
 
-def _chosen(parallel: ParallelConfig, visible: int) -> Sequence[int]:
-    """Return the indices of this process's GPUs among its `visible` ones."""
-    every = range(parallel.devices or visible) if parallel.drives_all else range(visible)
+def _chosen(parallel: ParallelConfig, count: int) -> Sequence[int]:
+    """Return the indices of this process's GPUs among the `count` visible ones."""
+    every = range(parallel.devices or count) if parallel.drives_all else range(count)
     return parallel.gpu_indices or every

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .. import hardware
 from ..config.registry import KINDS, LAUNCHERS, auto, with_ranks, with_several
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
+from .devices import visible
 from .environments import check_started, of_array, started_ranks, starter, variables
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _accelerator(asked: ParallelConfig, env: Mapping[str, str]) -> str:
     """Return cuda or cpu. Raises `RequestError` for GPUs that do not exist."""
     if asked.accelerator == "cpu":
         return "cpu"
-    gpus = len(hardware.gpus(env.get("CUDA_VISIBLE_DEVICES")))
+    gpus = len(visible(env))
     shown = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
     if missing := [index for index in asked.gpu_indices if index >= gpus]:
         instead = "counted from 0" if gpus else f"take --devices {len(asked.gpu_indices)} --accelerator cpu"
@@ -125,7 +125,7 @@ def _devices(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return this node's device count: --devices, --gpus, all GPUs, or 1 (CPU)."""
     if asked := parallel.devices or len(parallel.gpu_indices):
         return asked
-    return len(hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))) if parallel.accelerator == "cuda" else 1
+    return len(visible(env)) if parallel.accelerator == "cuda" else 1
 
 
 def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
