@@ -11,164 +11,21 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from .. import checkpoint, files
+from .. import checkpoint
 from ..checks import ledger, pages
 from ..checks.ledger import Planned
-from ..config.options import read_toml
 from ..config.schema import RunConfig
 from ..data.order import SHUFFLED
 from ..errors import ProofError, RequestError, Stopped, counted
-from ..files import lines_of, parse_json, understanding
-from ..record.checks import BIT_FOR_BIT, Check, from_json
+from ..files import understanding
+from ..record.checks import BIT_FOR_BIT, Check
+from .evidence import CONFIG, MANIFEST, STEPS, SUMMARY, Evidence, at, read, reason
 
-CONFIG, MANIFEST, STEPS, SUMMARY = "config.toml", "manifest.json", "steps.jsonl", "summary.json"
 _COMPLETE = (0, Stopped.exit_code)
-_T = TypeVar("_T")
-_Row = Mapping[str, Any]
-"""An event of steps.jsonl, with the number of its "line"."""
-
-
-# ---- reading
-
-
-class _Part(NamedTuple):
-    """The events from one start or resumption of the run to the next."""
-
-    rows: Sequence[_Row]
-
-    def of(self, *events: str) -> list[_Row]:
-        return [row for row in self.rows if row["event"] in events]
-
-    @property
-    def start(self) -> _Row:
-        return self.rows[0]
-
-    @property
-    def first_step(self) -> int:
-        """The step after which it begins."""
-        return int(self.start["first_step"])
-
-    @property
-    def last_step(self) -> int:
-        """Its last optimizer step, or the one after which it begins."""
-        return int([self.first_step, *(row["step"] for row in self.of("step"))][-1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """The content of a run's folder."""
-
-    folder: Path
-    config: RunConfig | None  # None where it cannot be read
-    parts: Sequence[_Part]  # none where steps.jsonl cannot be read
-    held: Mapping[str, Check]  # what the run itself has checked, by name
-    damage: Sequence[str]  # what cannot be read, in clauses
-
-    def rows(self, *events: str) -> list[_Row]:
-        return [row for part in self.parts for row in part.of(*events)]
-
-    @property
-    def is_own_loop(self) -> bool:
-        return any(part.start["chosen"].get("loop") == "own" for part in self.parts)
-
-    @property
-    def first_step(self) -> int:
-        """The step after which the records begin: 0, unless the run was begun in another folder."""
-        return self.parts[0].first_step
-
-    @property
-    def last_step(self) -> int:
-        return self.parts[-1].last_step
-
-    @property
-    def exit(self) -> int | None:
-        """The exit code with which the last start ended; None where it was killed, or still runs."""
-        codes: list[int | None] = [None, *(row["exit"] for row in self.parts[-1].of("finish", "failed"))]
-        return codes[-1]
-
-    @property
-    def unfinished(self) -> str:
-        """Why the run has no end yet, as a clause; "" for one that is complete, or cannot be read."""
-        if not self.parts or self.exit == 0:
-            return ""
-        total = self.parts[-1].start["total_steps"]  # 0 where that is not known
-        at = f"step {self.last_step:,}" + (f" of {total:,}" if total else "")
-        if self.exit is None:
-            return f"it was killed after {at}, or still runs"
-        if self.exit == Stopped.exit_code:
-            return f"it was stopped on request at {at}, and can be resumed"
-        return f"it failed at {at} with exit code {self.exit}"
-
-
-def _read(folder: Path) -> _Run:
-    damage: list[str] = []
-
-    def understood(name: str, load: Callable[[], _T]) -> _T | None:
-        try:
-            with understanding(Path(name)):
-                return load()
-        except RequestError as error:
-            damage.append(_reason(error))
-            return None
-
-    def json_object(name: str) -> dict[str, Any]:
-        return {**parse_json(files.read(folder / name))}
-
-    lines = understood(STEPS, lambda: list(lines_of(folder / STEPS))) or []
-    whole = enumerate((line for line in lines if line.endswith(b"\n")), start=1)  # a kill may cut the last one short
-    found = [understood(f"{STEPS} line {number}", partial(_row, number, line)) for number, line in whole]
-    rows = [row for row in found if row is not None]
-    begins = [index for index, row in enumerate(rows) if row["event"] == "start"]
-    if begins[:1] != [0]:
-        damage.append(f"{STEPS} does not begin with the event of a start")
-        begins = []
-    parts = [_Part(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=False)]
-    config = understood(CONFIG, lambda: read_toml(folder / CONFIG))
-    understood(MANIFEST, lambda: json_object(MANIFEST))
-    has_ended = bool(parts and parts[-1].of("finish", "failed"))
-    is_there = has_ended or (folder / SUMMARY).exists()
-    summary = understood(SUMMARY, lambda: json_object(SUMMARY)) if is_there else None
-    if summary is not None and parts and has_ended != (summary.get("exit") is not None):
-        damage.append(f"{SUMMARY} and {STEPS} disagree on whether the run has ended")
-    if summary is None or summary.get("exit") is None:  # a new start clears the exit code; or the file has proofs alone
-        summary = {}
-    return _Run(folder=folder, config=config, parts=parts, held=_held(parts, summary), damage=damage)
-
-
-def _row(line: int, text: bytes) -> _Row:
-    row = {**parse_json(text), "line": line}
-    for name, kind in {"event": str, "step": int, "first_step": int, "samples": int, "exit": int}.items():
-        if type(row.get(name, kind())) is not kind or not row["event"]:  # exactly: a bool is no number here
-            raise ValueError(f"{name} is {row[name]!r}")
-    return row
-
-
-def _held(parts: Sequence[_Part], summary: Mapping[str, Any]) -> dict[str, Check]:
-    """Return the run's own checks, by name; and those that later commands have added to its summary."""
-    held = {check.name: check for check in from_json(summary.get("proof"))}
-    for part in parts:
-        told = [row.get("checks") for row in part.of("proof")]
-        # A start that made no step has only checks that it made.
-        has_steps = part.last_step > part.first_step or part is parts[0]
-        held |= {check.name: check for check in from_json(told[-1] if told else None) if has_steps or check.times}
-    return held
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition(";")[0].rstrip(".")
-
-
-def _at(row: _Row) -> str:
-    return f"{STEPS} line {row['line']}"
-
-
-# ---- judging
 
 
 class Judgement(NamedTuple):
@@ -189,7 +46,7 @@ def judge(folder: Path) -> Judgement:
     Raises `RequestError` for records that lockstep did not write.
     """
     with understanding(folder / STEPS):
-        run = _read(folder)
+        run = read(folder)
         checks = [_judged(run, claim) for claim in _CLAIMS if not (run.is_own_loop and claim.judge is _samples)]
         names = {check.name for check in checks}
         return Judgement([*checks, *(check for name, check in run.held.items() if name not in names)], run.unfinished)
@@ -209,13 +66,13 @@ class _OpenError(Exception):
 class _Claim(NamedTuple):
     name: str
     sentence: str
-    judge: Callable[[_Run], Iterable[str] | Check]
+    judge: Callable[[Evidence], Iterable[str] | Check]
     """Returns what contradicts the claim, in clauses, or the check itself."""
     event: str = ""  # the kind of events that it is about, which are counted
     tolerance: str = ""
 
 
-def _judged(run: _Run, claim: _Claim) -> Check:
+def _judged(run: Evidence, claim: _Claim) -> Check:
     begun_s, times, found, outcome = time.perf_counter(), 0, list[str](), Check.OPEN
     try:
         with understanding(Path("its records")):
@@ -231,7 +88,7 @@ def _judged(run: _Run, claim: _Claim) -> Check:
     except _OpenError as error:
         found = [str(error)]
     except RequestError as error:  # a value that no event, config or checkpoint of ours has
-        outcome, found = Check.FAILS, [_reason(error)]
+        outcome, found = Check.FAILS, [reason(error)]
     return Check(
         name=claim.name,
         claim=claim.sentence,
@@ -243,7 +100,7 @@ def _judged(run: _Run, claim: _Claim) -> Check:
     )
 
 
-def _config(run: _Run) -> RunConfig:
+def _config(run: Evidence) -> RunConfig:
     if run.config is None:
         raise _OpenError(f"{CONFIG} cannot be read")
     return run.config
@@ -252,21 +109,21 @@ def _config(run: _Run) -> RunConfig:
 # ---- the claims
 
 
-def _damage(run: _Run) -> Sequence[str]:
+def _damage(run: Evidence) -> Sequence[str]:
     return run.damage
 
 
-def _steps(run: _Run) -> Iterator[str]:
+def _steps(run: Evidence) -> Iterator[str]:
     made = {"start": "first_step", "step": "step", "finish": "steps"}  # how many, by event
     before = run.first_step
     for row in run.rows(*made):
         event, step = row["event"], row[made[row["event"]]]
         if step != before + (event == "step"):
-            yield f"{'' if event == 'step' else f'the {event} at '}step {step} follows step {before} ({_at(row)})"
+            yield f"{'' if event == 'step' else f'the {event} at '}step {step} follows step {before} ({at(row)})"
         before = step
 
 
-def _samples(run: _Run) -> Iterator[str]:
+def _samples(run: Evidence) -> Iterator[str]:
     samples = _training_set(run)
     for part in run.parts:
         size, per_epoch = part.start["plan"]["global_size"], part.start["steps_per_epoch"]
@@ -275,10 +132,10 @@ def _samples(run: _Run) -> Iterator[str]:
             planned = min(size, samples - within * size)
             if (row["epoch"], row["samples"]) != (epoch, planned):
                 told, due = (f"{counted(each, 'sample')} of epoch" for each in (row["samples"], planned))
-                yield f"step {row['step']} has {told} {row['epoch']}, and by the plan {due} {epoch} ({_at(row)})"
+                yield f"step {row['step']} has {told} {row['epoch']}, and by the plan {due} {epoch} ({at(row)})"
 
 
-def _training_set(run: _Run) -> int:
+def _training_set(run: Evidence) -> int:
     """Return the training set's size. Read from a checkpoint, else derived from an epoch's steps."""
     meta = checkpoint.peek(run.folder / "checkpoints" / "last") or {}
     start = run.parts[0].start
@@ -287,13 +144,13 @@ def _training_set(run: _Run) -> int:
     return int(meta.get("samples") or (per_epoch - 1) * size + (lasts or [size])[0])
 
 
-def _losses(run: _Run) -> Iterator[str]:
+def _losses(run: Evidence) -> Iterator[str]:
     for row in run.rows("step"):
         if type(row["loss"]) not in (int, float) or not abs(row["loss"]) < math.inf:
-            yield f"the loss of step {row['step']} is not a finite number ({_at(row)})"
+            yield f"the loss of step {row['step']} is not a finite number ({at(row)})"
 
 
-def _checkpoints(run: _Run) -> Iterator[str]:
+def _checkpoints(run: Evidence) -> Iterator[str]:
     saved, folder = {row["step"] for row in run.rows("checkpoint")}, run.folder / "checkpoints"
     if not saved and not os.path.lexists(folder / "last"):
         raise _OpenError("none was written")
@@ -301,7 +158,7 @@ def _checkpoints(run: _Run) -> Iterator[str]:
         try:
             step = checkpoint.load(folder / name).meta["step"]
         except RequestError as error:
-            yield _reason(error)
+            yield reason(error)
             continue
         # A kill may come between a checkpoint and its event.
         least = run.last_step if run.exit == 0 else max(saved, default=0)
@@ -309,7 +166,7 @@ def _checkpoints(run: _Run) -> Iterator[str]:
             yield f"last: it is of step {step}, and the run of {due}"
 
 
-def _replicas(run: _Run) -> Check:
+def _replicas(run: Evidence) -> Check:
     """Judge the run's own replica check: equal, also after the last step."""
     held = run.held.get("replicas")
     if held is None or run.exit is None:
@@ -321,7 +178,7 @@ def _replicas(run: _Run) -> Check:
     return dataclasses.replace(held, outcome=Check.FAILS, found=found)
 
 
-def _ledger(run: _Run) -> Sequence[str] | Check:
+def _ledger(run: Evidence) -> Sequence[str] | Check:
     """Judge the ledger, if one was recorded."""
     held, path = run.held.get("ledger"), run.folder / pages.NAME
     keeping = [part for part in run.parts if part.start["chosen"].get("ledger") is True]
@@ -336,7 +193,7 @@ def _ledger(run: _Run) -> Sequence[str] | Check:
     raise _OpenError("not recorded; --ledger records it")
 
 
-def _planned(run: _Run, begun: int | None) -> Planned:
+def _planned(run: Evidence, begun: int | None) -> Planned:
     """Return the plan to check a ledger against. `begun` is the step before the ledger's first."""
     start, own = run.parts[-1].start, run.is_own_loop
     return Planned(
