@@ -130,8 +130,8 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
     parts = (torch.split(plain(each).flatten(), _PART) for each in (a, b))
     for x, y in zip(*parts, strict=True) if a.numel() else ():
-        ulps = max(ulps, _ulps(x, y)) if has_ulps else 0
         gap, size, count = _gap(x.double(), y.double())
+        ulps = max(ulps, _ulps(x, y, are_finite=math.isfinite(gap))) if has_ulps else 0
         absolute, largest = max(absolute, gap), max(largest, size)
         # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
         is_whole = not (dtypes or x.is_floating_point())
@@ -145,7 +145,7 @@ def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
     gaps = (x - y).abs_()
     largest = float(gaps.max())
     if math.isfinite(largest):  # and so is every value
-        size = max(float(torch.linalg.vector_norm(each, math.inf)) for each in (x, y))
+        size = max(float(each.abs().max()) for each in (x, y))
         return largest, size, int(gaps.count_nonzero())
     # Where the two are equal, inf - inf and nan - nan are no difference.
     same = (x == y) | (x.isnan() & y.isnan())
@@ -154,13 +154,13 @@ def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
     return float(gaps.max()), size, int((~same).sum())
 
 
-def _ulps(x: Tensor, y: Tensor) -> int:
+def _ulps(x: Tensor, y: Tensor, *, are_finite: bool) -> int:
     """Return the largest distance in floating-point steps from x (n,) to y."""
     first, second = _place(x), _place(y)
     steps = (first - second).abs_()
     if x.element_size() == 8:  # numbers of opposite signs may be further apart than int64 counts
         steps.masked_fill_(((first ^ second) < 0) & (first.abs() > _MOST - second.abs()), _MOST)
-    return int(steps.masked_fill_(x.isnan() & y.isnan(), 0).max())
+    return int((steps if are_finite else steps.masked_fill_(x.isnan() & y.isnan(), 0)).max())
 
 
 def _place(values: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class Supervisor:
             if failure := look() or self._overdue(all_ran_s):
                 return failure
         began_s = time.monotonic()
-        while self._silent():
+        while self._silent() and not self._was_killed:
             failed = self._failures()
             listens_s = _LISTEN_S if first_cause(failed).is_echo else _LISTEN_ON_S
             if all(failure.kind == Stopped.__name__ for failure in failed):
@@ -200,6 +200,11 @@ class Supervisor:
         value = self._workers[0].report
         assert isinstance(value, bytes)
         return value
+
+    @property
+    def _was_killed(self) -> bool:
+        """Whether a rank was killed: no other rank's failure, or stack, explains that."""
+        return any(worker.process.exitcode == -signal.SIGKILL for worker in self._workers)
 
     def _failures(self) -> list[Failure]:
         return [worker.report for worker in self._workers if isinstance(worker.report, Failure)]
@@ -269,9 +274,11 @@ class Supervisor:
         None gets SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
         self._join([worker for worker in self._workers if worker.report is not None], GRACE_S)
-        tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
+        if not self._was_killed:
+            tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
         for worker in self._workers:
             worker.kill()
+        for worker in self._workers:  # which end at the same time
             worker.process.join(_KILLED_S)  # not for ever: a disk that hangs keeps even what was killed
             worker.pipe.close()
         self._workers = []
