@@ -135,7 +135,8 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
         if (same or len(first) != len(each)) and not any(same):
             raise RequestError(
                 f"{asked} is not the same on every rank: rank {rank} reads other samples than rank 0. Give every rank "
-                "the same, in the same order: sort what a disk lists, and give each rank the whole of a stream."
+                "the same, in the same order: sort what a disk lists, seed what is drawn, and give each rank the whole "
+                "of a stream."
             )
         if not all(same):
             return drawn
