@@ -237,3 +237,14 @@ def test_a_failure_that_is_written_again_is_whole_at_each_moment(tmp_path: Path)
     with (tmp_path / "rank_1.txt").open() as reader:
         failures.write(failures.Failure(1, "", "words", "a longer trace"), tmp_path)
         assert reader.read() == "words\n\ntrace"
+
+
+def test_an_echo_leaves_the_cause_of_an_earlier_start(tmp_path: Path) -> None:
+    path = tmp_path / "rank_1.txt"
+    for kind in ("cause", "echo", "cause again", "echo"):
+        failures.write(failures.Failure(1, "", kind, "", is_echo=kind == "echo"), tmp_path)
+    assert path.read_text().startswith("cause again\n")
+    path.unlink()
+    for kind in ("echo", "echo again", "cause"):
+        failures.write(failures.Failure(1, "", kind, "", is_echo="echo" in kind), tmp_path)
+        assert path.read_text().startswith(f"{kind}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import signal
 import sys
 import types
@@ -354,6 +355,35 @@ def test_values_of_ones_own_are_curves_and_lines(tmp_path: Path) -> None:
     for tag, last in (("train/accuracy", (4, 0.75)), ("values/bleu", (4, 31.5))):
         point = curves.Scalars(tag)[-1]
         assert (point.step, point.value) == last
+
+
+def test_a_value_of_a_step_of_several_batches_is_the_mean_over_all_its_samples(tmp_path: Path) -> None:
+    ours, model, optimizer, loader = loop(output=str(tmp_path / "run"))
+    with ours:
+        for number, batch in enumerate(loader):  # of 20, 20, 20 and 1
+            ours.log(number=number)
+            ours.backward(loss_of(model, batch) / 2)
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [row["number"] for row in events(tmp_path / "run", "step")] == pytest.approx([20 / 40, (2 * 20 + 3) / 21])
+
+
+def test_a_loop_that_exits_has_failed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ours, model, optimizer, loader = loop(output=str(run))
+
+    def trained() -> None:
+        with ours:
+            ours.backward(loss_of(model, next(iter(loader))))
+            optimizer.step()
+            sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        trained()
+    assert [row["exit"] for row in events(run, "failed")] == [3]
+    assert json.loads((run / "summary.json").read_text())["exit"] == 3
+    assert "it called sys.exit(3)" in (run / "failures" / "rank_0.txt").read_text()
 
 
 def test_a_loader_that_is_prepared_second_begins_at_its_beginning_and_trains_nothing() -> None:

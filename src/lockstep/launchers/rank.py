@@ -158,7 +158,8 @@ def met(
         except BaseException as error:
             watchdog.give_way()
             if isinstance(error, Exception) and failures.is_echo(error):
-                if sentence := watchdog.lost():
+                # Ranks that meet in their parent's memory are all its own: it sees which one has ended.
+                if rendezvous.port and (sentence := watchdog.lost()):
                     raise RankLostError(f"{sentence}; {failures.resume_hint(config)}.") from error
             elif isinstance(error, Exception | SystemExit) and not isinstance(error, Stopped | RankLostError):
                 watchdog.tell(failures.describe(error, index).sentence.removesuffix("."))

@@ -5,8 +5,8 @@ first failure the others are heard a moment longer, since the first report is no
 ended, and the parent raises the first cause, or prints it before a restart.
 
 No orphans: a rank ends with its parent. On Linux the kernel kills it, even while it holds Python's lock inside a
-library; and a thread waits on a pipe whose other end only the parent holds, and then ends the rank's process group,
-data workers included.
+library, and data workers end with it (`data.feed`); elsewhere a thread, which waits on a pipe whose other end only the
+parent holds, ends the rank's process group.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GRACE_S = 2.0
 _UNGUARDED = 87
 """The exit code of a rank whose import of the user's script would have started ranks again."""
 _LEAVE_S = 30.0  # for ranks that save because a stop was asked for
-_LISTEN_S, _LISTEN_ON_S = 1.0, 0.3  # for others after the first failure, and after one that is a cause by itself
+_AFTER_ECHO_S, _AFTER_CAUSE_S = 1.0, 0.3  # for the others' reports, after an echo, and after a cause by itself
 _DONE_S = 10.0  # for ranks that are done to end what they have started
 _KILLED_S = 5.0
 _LOOK_S = 0.05
@@ -186,9 +186,9 @@ class Supervisor:
             if failure := look() or self._overdue(all_ran_s):
                 return failure
         began_s = time.monotonic()
-        while self._silent() and not self._was_killed:
+        while self._silent():
             failed = self._failures()
-            listens_s = _LISTEN_S if first_cause(failed).is_echo else _LISTEN_ON_S
+            listens_s = _AFTER_ECHO_S if first_cause(failed).is_echo else _AFTER_CAUSE_S
             if all(failure.kind == Stopped.__name__ for failure in failed):
                 listens_s = _LEAVE_S
             if time.monotonic() - began_s > listens_s:
@@ -200,11 +200,6 @@ class Supervisor:
         value = self._workers[0].report
         assert isinstance(value, bytes)
         return value
-
-    @property
-    def _was_killed(self) -> bool:
-        """Whether a rank was killed: no other rank's failure, or stack, explains that."""
-        return any(worker.process.exitcode == -signal.SIGKILL for worker in self._workers)
 
     def _failures(self) -> list[Failure]:
         return [worker.report for worker in self._workers if isinstance(worker.report, Failure)]
@@ -274,8 +269,7 @@ class Supervisor:
         None gets SIGTERM, which asks a rank to go on until it has saved: without the others it cannot.
         """
         self._join([worker for worker in self._workers if worker.report is not None], GRACE_S)
-        if not self._was_killed:
-            tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
+        tracebacks.ask(worker.process.pid for worker in self._silent() if worker.process.exitcode is None)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:  # which end at the same time

@@ -128,6 +128,8 @@ def write(failure: Failure, folder: Path) -> None:
     """Write the failure with its trace to `folder`/rank_N.txt."""
     own_folder(folder)
     path = folder / f"rank_{failure.rank}.txt"
+    if failure.is_echo and path.exists() and _ECHO_MARK not in read(path).decode(errors="replace"):
+        return  # an earlier start's cause
     marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
     told = visible(f"{' '.join(failure.sentence.split())}\n{marked}\n{failure.trace}")
     write_whole(path, told.encode(errors="backslashreplace"))  # again on the way out, while another rank reads it

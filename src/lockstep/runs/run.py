@@ -83,10 +83,11 @@ def opened(
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         try:
             yield Opened(config, recorder, state, resume_hint)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
-            recorder.record("failed", exit=getattr(error, "exit_code", 1), error=cause or failure.sentence)
+            code = getattr(error, "code", getattr(error, "exit_code", 1))  # of a script's sys.exit, maybe a text
+            recorder.record("failed", exit=code if type(code) is int else 1, error=cause or failure.sentence)
             raise
         finally:
             recorder.close()

@@ -448,7 +448,7 @@ class Session:
     def log(self, **values: Any) -> None:
         """Record values by name, in steps.jsonl and TensorBoard.
 
-        Within a training loop, values are means over this rank's share, weighted and summed over the ranks for the
+        Within a training loop, values are means over this rank's share; recorded is the mean over all samples of the
         current step: every rank gives the same names. The host waits for nothing. Elsewhere rank 0's are recorded.
         """
         if taken := [name for name in values if name in _TAKEN]:
@@ -467,7 +467,7 @@ class Session:
             return
         for name, value in values.items():
             held = on_device(value, self.device)
-            loop.meter.note(name, held * (micro.size / micro.total) if micro.size else torch.zeros_like(held))
+            loop.meter.note(name, held * micro.size if micro.size else torch.zeros_like(held))
 
     def score(self, value: float) -> None:
         """Record a score of the current weights; higher is better. Give the same on every rank.

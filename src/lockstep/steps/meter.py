@@ -46,7 +46,7 @@ class Pending:
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
-    values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's part
+    values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's sum
     wait_s: float = 0.0  # for data
     last: tuple[Tensor, Tensor] | None = None  # (logits, labels) of the last micro-batch, for the training accuracy
 
@@ -83,7 +83,7 @@ class Meter:
             pending.values.append((len(pending.rows) - 1, _NORM, norm))
 
     def note(self, name: str, value: Tensor) -> None:
-        """Note a value of the current step. `value` (0-dim) is this rank's part; the parts are summed."""
+        """Note a value of the current step. `value` (0-dim) is this rank's sum over its samples."""
         self.pending.values.append((len(self.pending.rows), name, value))
 
     @property
@@ -148,7 +148,8 @@ class Meter:
         last: dict[str, float] = {}
         for at, (number, name, _) in enumerate(pending.values, start=len(rows) + _EXTRAS):
             if number < len(rows):  # values noted after the last whole step belong to none
-                value = first[at] if name == _NORM else summed[at]  # the norm is that of all ranks
+                # The norm is that of all ranks.
+                value = first[at] if name == _NORM else summed[at] / rows[number]["samples"]
                 rows[number][name] = last[name] = rows[number].get(name, 0.0) + value
         return rows, last
 
