@@ -32,12 +32,12 @@ def member_of(rank: int, size: int, **values: Any) -> Member:
     return Member(**{"rank": rank, "size": size, "accelerator": "cpu", **values})
 
 
-def doors_to(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Rendezvous]]:
+def openers_at(scheme: str, folder: Path, ranks: Sequence[int]) -> list[Callable[[], stores.Rendezvous]]:
     port, path = free_port(), folder / "meeting"
 
-    def door(rank: int) -> stores.Rendezvous:
+    def endpoint(rank: int) -> stores.Rendezvous:
         if scheme == "file":
             return stores.at_file(path, is_main=not rank, timeout_s=20)
         return stores.connect("127.0.0.1", port, 20) if rank else stores.serve("127.0.0.1", port)
 
-    return [functools.partial(door, rank) for rank in ranks]
+    return [functools.partial(endpoint, rank) for rank in ranks]

@@ -27,7 +27,7 @@ from .models.modes import evaluating
 from .record.console import Terminal
 from .runs.run import opened
 from .sessions.session import Session
-from .steps import start
+from .steps import initial
 from .steps.prepared import Source
 from .training import losses, optim
 from .world.random_state import kept, seed_all
@@ -71,12 +71,12 @@ class Steps:
             each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
             first = list(islice(each, _PROBED))
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
-        start.freeze(model, config.model.freeze)
+        initial.freeze(model, config.model.freeze)
         loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))
         self._model, batches = session.prepare(model, loader)
         self.source: Source = batches.shared
-        taken = start.load(config.model, self._model, session.world) if session.loop.state is None else None
-        self._lines = [*(taken.lines() if taken else []), *start.reached(self._model, config)]
+        taken = initial.load(config.model, self._model, session.world) if session.loop.state is None else None
+        self._lines = [*(taken.lines() if taken else []), *initial.reached(self._model, config)]
         session.prepared.optimizers += optim.build(self._model, config.optim)
         how = (session.device, session.precision.cast, False)
         self._probe([moved(collate(part), *how) for part in (first, first[:1], first[1:]) if part])

@@ -24,26 +24,26 @@ from lockstep.launchers.rollcall import Member
 from lockstep.monitor.keys import Keys
 
 from ..ports import free_port
-from ..starting import doors_to, member_of
+from ..starting import member_of, openers_at
 
 HOST = "127.0.0.1"
 
 
 def _heard(
-    doors: Sequence[Callable[[], stores.Rendezvous]], members: Sequence[Member], timeout_s: float = 20
+    openers: Sequence[Callable[[], stores.Rendezvous]], members: Sequence[Member], timeout_s: float = 20
 ) -> list[str]:
     """Hold a roll call among threads; return what each heard."""
     held: list[stores.Rendezvous] = []  # as rank 0 serves the store until the others have left
 
-    def take(door: Callable[[], stores.Rendezvous], member: Member) -> str:
+    def take(endpoint: Callable[[], stores.Rendezvous], member: Member) -> str:
         try:
-            held.append(rendezvous := door())
+            held.append(rendezvous := endpoint())
             return f"{len(rollcall.take(rendezvous, member, timeout_s))} ranks"
         except RequestError as error:
             return str(error)
 
     with ThreadPoolExecutor(len(members)) as threads:
-        told = list(threads.map(take, doors, members))
+        told = list(threads.map(take, openers, members))
     for rendezvous in held:
         if rendezvous.file is not None:
             rendezvous.file.unlink()
@@ -53,7 +53,7 @@ def _heard(
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     def hear(*members: Member, timeout_s: float = 20) -> list[str]:
-        return _heard(doors_to(scheme, tmp_path, [member.rank for member in members]), members, timeout_s)
+        return _heard(openers_at(scheme, tmp_path, [member.rank for member in members]), members, timeout_s)
 
     twice = hear(member_of(0, 3), member_of(1, 3, host="ann"), member_of(1, 3, host="bob"))
     sizes = hear(member_of(0, 2), member_of(1, 3))
@@ -90,10 +90,10 @@ class _Counted:
 
 def test_a_rank_asks_the_store_a_handful_of_times() -> None:
     size, stands = 24, list[_Counted]()  # threads of one process, which share its lock
-    doors = doors_to("tcp", Path(), range(size))
+    openers = openers_at("tcp", Path(), range(size))
 
-    def counted(door: Callable[[], stores.Rendezvous], rank: int) -> stores.Rendezvous:
-        rendezvous = door()
+    def counted(endpoint: Callable[[], stores.Rendezvous], rank: int) -> stores.Rendezvous:
+        rendezvous = endpoint()
         if rank:
             stands.append(_Counted(rendezvous.keys.store))
             rendezvous = stores.Rendezvous(Keys(stands[-1], stores.PREFIX), "here")  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_a_rank_asks_the_store_a_handful_of_times() -> None:
 
     begun_s = time.monotonic()
     told = _heard(
-        [functools.partial(counted, *each) for each in zip(doors, range(size), strict=True)],
+        [functools.partial(counted, *each) for each in zip(openers, range(size), strict=True)],
         [member_of(rank, size) for rank in range(size)],
     )
     assert told == [f"{size} ranks"] * size
@@ -113,7 +113,7 @@ def test_what_lies_at_a_file_of_dead_ranks_does_no_harm_and_one_in_use_is_refuse
     path = tmp_path / "meeting"
     path.write_text(f'{{"lockstep": "{64 * "0"}", "host": "{HOST}", "port": {free_port()}}}')
     (tmp_path / f".meeting.{os.getpid()}.part").touch()  # of a process with the same number, which was killed
-    late, first = doors_to("file", tmp_path, [1, 0])
+    late, first = openers_at("file", tmp_path, [1, 0])
     assert _heard([late, first], [member_of(1, 2), member_of(0, 2)]) == ["2 ranks"] * 2
     rendezvous = first()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -126,10 +126,10 @@ def test_ranks_of_a_later_start_do_not_take_those_of_an_earlier_one_for_their_ow
     """At a store that an agent keeps, which torchrun's ranks meet at again and again."""
     port = free_port()
     agent = stores.serve(HOST, port)
-    door = functools.partial(stores.connect, HOST, port, 5, job="job", served=True)
+    endpoint = functools.partial(stores.connect, HOST, port, 5, job="job", served=True)
     for size in (2, 3, 2):  # the last one finds the places of the first one taken
         members = [member_of(rank, size) for rank in range(size)]
-        assert _heard([door] * size, members[::-1]) == [f"{size} ranks"] * size
+        assert _heard([endpoint] * size, members[::-1]) == [f"{size} ranks"] * size
     assert agent.hosted
 
 

@@ -56,7 +56,7 @@ def test_variables_say_the_place(words: str, place: dict[str, Any]) -> None:
 def test_ranks_of_one_node_know_one_another_wherever_their_error_files_are() -> None:
     files = ("error.json", "/a/0/error.json", "/a/1/attempt/0/error.json")
     envs = [environment(f"ranks TORCHELASTIC_ERROR_FILE={file}") for file in files]
-    assert len({environments.read(env).door for env in envs}) == 1
+    assert len({environments.read(env).endpoint for env in envs}) == 1
 
 
 def test_steps_of_neighbouring_jobs_meet_at_ports_of_their_own() -> None:

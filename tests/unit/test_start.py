@@ -22,7 +22,7 @@ from lockstep.errors import RequestError
 from lockstep.models import table
 from lockstep.models.modes import evaluating
 from lockstep.nn import sync_batchnorm
-from lockstep.steps import start
+from lockstep.steps import initial
 from lockstep.training import optim
 from lockstep.world.world import World
 
@@ -36,8 +36,8 @@ def net(classes: int = 10, seed: int = 0) -> nn.Module:
     return table.build_for("resnet8", classes=classes, shape=(1, 8, 8))
 
 
-def begun(model: nn.Module, path: object, name: str = "resnet8") -> start.Taken:
-    taken = start.load(ModelConfig(name=name, init_from=str(path)), model, World.alone())
+def begun(model: nn.Module, path: object, name: str = "resnet8") -> initial.Taken:
+    taken = initial.load(ModelConfig(name=name, init_from=str(path)), model, World.alone())
     assert taken is not None
     return taken
 
@@ -70,7 +70,7 @@ def test_a_file_of_weights_is_taken_whole(name: str, tmp_path: Path) -> None:
     assert taken.taken == list(theirs)
     assert ("averaged" in taken.source) == ("averaged" in name)
     assert len(taken.lines()) == 1
-    assert start.load(ModelConfig(), model, World.alone()) is None
+    assert initial.load(ModelConfig(), model, World.alone()) is None
 
 
 def test_what_does_not_fit_stays_as_drawn_and_is_told(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_pretrained_weights_are_torchvisions(tmp_path: Path, monkeypatch: pytest
 
 def test_a_frozen_batchnorm_stays_in_evaluation_mode() -> None:
     model = net()
-    start.freeze(model, ["stem.*", "stages.0.*", "stages.1.0.residual.1.weight"])
+    initial.freeze(model, ["stem.*", "stages.0.*", "stages.1.0.residual.1.weight"])
     norms = {name: each for name, each in model.named_modules() if isinstance(each, nn.BatchNorm2d)}
     frozen = {"stem.1", "stages.0.0.residual.1", "stages.0.0.residual.4"}
     for changed in (model, sync_batchnorm.fold(model)):
@@ -182,13 +182,13 @@ def test_a_frozen_batchnorm_stays_in_evaluation_mode() -> None:
 
 def test_patterns_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(RequestError, match=r"--freeze pattern 'stages.01.\*': did you mean .*stages\.0\.\*"):
-        start.freeze(net(), ["stages.01.*"])
+        initial.freeze(net(), ["stages.01.*"])
     with pytest.raises(RequestError, match=r"--freeze \* leaves nothing to train"):
-        start.freeze(net(), ["*"])
+        initial.freeze(net(), ["*"])
     with pytest.raises(RequestError, match=r"--lr-scale pattern 'clasifier.\*': did you mean classifier\.\*"):
         optim.build(net(), override(RunConfig(), lr_scale=["clasifier.*=2"]).optim)
     frozen = net()
-    start.freeze(frozen, ["stem.*"])
+    initial.freeze(frozen, ["stem.*"])
     with pytest.raises(RequestError, match="--lr-scale pattern 'stem"):
         optim.build(frozen, override(RunConfig(), lr_scale=["stem.*=2"]).optim)
     with pytest.raises(RequestError, match=r"--lr-scale classifier.\*=2 reaches no parameter: the patterns before it"):
@@ -201,9 +201,9 @@ def test_patterns_that_cannot_be_meant_are_refused() -> None:
 def test_how_much_each_pattern_reached_is_told() -> None:
     model = net()
     wanted = override(RunConfig(), freeze=["stem.*", "stages.0.*"], lr_scale=["classifier.bias=10", "classifier.*=3"])
-    assert start.reached(model, RunConfig()) == []
-    start.freeze(model, wanted.model.freeze)
-    assert start.reached(model, wanted) == [
+    assert initial.reached(model, RunConfig()) == []
+    initial.freeze(model, wanted.model.freeze)
+    assert initial.reached(model, wanted) == [
         "frozen by stem.*: 3 tensors with 176 weights",
         "frozen by stages.0.*: 6 tensors with 4,672 weights",
         "learning rate × 10 by classifier.bias: 1 tensor with 10 weights",

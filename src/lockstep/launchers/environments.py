@@ -22,7 +22,7 @@ from ..errors import RequestError
 from ..files import private_folder
 from ..world.topology import Topology
 from . import hosts, stores
-from .stores import Door
+from .stores import Endpoint
 
 Env = Mapping[str, str]
 
@@ -60,7 +60,7 @@ class Place:
     """This process's rank and meeting place by the environment."""
 
     topology: Topology
-    door: Door | None = None
+    endpoint: Endpoint | None = None
     """Where the ranks meet; None where --init-method says it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
@@ -129,7 +129,7 @@ def read(env: Env) -> Place:
     if known is not None:  # else the roll call finds out
         names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
     served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
-    door = Door(
+    endpoint = Endpoint(
         file=file,
         host=LOOPBACK if file else address,
         port=port,
@@ -139,7 +139,7 @@ def read(env: Env) -> Place:
     )
     return Place(
         dataclasses.replace(here, address=address, port=port),
-        door,
+        endpoint,
         names,
         knows_node=known is not None,
         error_file=Path(error_file) if error_file else None,

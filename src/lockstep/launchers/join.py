@@ -27,7 +27,7 @@ from ..world.topology import Topology
 from . import environments, hosts, rank, stores
 from .environments import LOOPBACK, Place
 from .plan import Entry, LaunchPlan
-from .stores import Door
+from .stores import Endpoint
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
 _LOOPBACK = ("localhost", LOOPBACK, "::1")
@@ -55,7 +55,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
         try:
             rank.check_agrees(parallel, place.topology, place.names)
-            rendezvous = (place.door or _door(parallel, env)).open(index, parallel.timeout)
+            rendezvous = (place.endpoint or _endpoint(parallel, env)).open(index, parallel.timeout)
             with rank.met(config, env, rendezvous, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
@@ -90,7 +90,7 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     if parallel.launcher == "environment":
         return environments.read(env)
     if parallel.launcher == "inline":
-        return Place(Topology(), Door())
+        return Place(Topology(), Endpoint())
     by_url, index, size = parallel.has_rendezvous_url, parallel.rank, parallel.world_size
     if index is None or size is None:
         array = environments.of_array(env) if by_url else None
@@ -104,7 +104,7 @@ def _place(parallel: ParallelConfig, env: Mapping[str, str]) -> Place:
     return Place(Topology(rank=index, size=size), knows_node=False)
 
 
-def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
+def _endpoint(parallel: ParallelConfig, env: Mapping[str, str]) -> Endpoint:
     """Return where this rank meets the others by --init-method."""
     url, interface = parallel.init_method, parallel.interface
     if not url:
@@ -119,8 +119,8 @@ def _door(parallel: ParallelConfig, env: Mapping[str, str]) -> Door:
         if parts.netloc or not parts.path.startswith("/"):
             raise RequestError(f"--init-method {url}: the path starts at the root, with three slashes: file:///PATH.")
         host = hosts.own_addresses(hosts.ANYWHERE, interface)[0] if interface else ""
-        return Door(file=Path(unquote(parts.path)), host=host, secret=stores.of_job(env, on_one_host=False))
+        return Endpoint(file=Path(unquote(parts.path)), host=host, secret=stores.of_job(env, on_one_host=False))
     if parts.scheme != "tcp":
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = hosts.host_and_port(url)
-    return Door(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
+    return Endpoint(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))

@@ -40,7 +40,7 @@ from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
 from .plan import Entry, LaunchPlan
-from .stores import PREFIX, Door
+from .stores import PREFIX, Endpoint
 from .supervisor import Supervisor, packed, value_of
 from .variables import having, unset
 
@@ -159,8 +159,8 @@ class _Agent:
         try:
             with Supervisor(self._config) as supervisor:
                 while True:
-                    places, door, shared = self._agree()
-                    ended = supervisor.run(places, payload, door, lambda: self._look(supervisor))
+                    places, endpoint, shared = self._agree()
+                    ended = supervisor.run(places, payload, endpoint, lambda: self._look(supervisor))
                     if not isinstance(ended, Failure):
                         shared.write(f"done/{places[0].node}", "1")
                         if self._rendezvous.hosted:  # the others need the store
@@ -186,8 +186,8 @@ class _Agent:
                 if not is_stopped:
                     self._handler.shutdown()
 
-    def _agree(self) -> tuple[list[Topology], Door, Keys]:
-        """Agree on the participating nodes; return this node's ranks, door and keys."""
+    def _agree(self) -> tuple[list[Topology], Endpoint, Keys]:
+        """Agree on the participating nodes; return this node's ranks, endpoint and keys."""
         for left in reversed(range(_AGREEING)):
             late: Exception = TimeoutError()
             try:
@@ -213,7 +213,11 @@ class _Agent:
             self._here, first=sum(ranks[: info.rank]), size=sum(ranks), node=info.rank, nodes=info.world_size
         )
         host, port, start = self._rendezvous.host, self._rendezvous.port, shared.put("start", secrets.token_hex(8))
-        return places, Door(host=host, port=port, secret=self._secret, job=self._job, start=start, served=True), shared
+        return (
+            places,
+            Endpoint(host=host, port=port, secret=self._secret, job=self._job, start=start, served=True),
+            shared,
+        )
 
     def _look(self, supervisor: Supervisor) -> Failure | None:
         """Return the failure of a lost node. Ask the ranks to save and stop if a new node waits."""

@@ -36,7 +36,7 @@ from ..monitor.signals import KILLED, Interrupts
 from ..world.topology import Topology
 from . import stores
 from .plan import Entry, LaunchPlan
-from .stores import Door
+from .stores import Endpoint
 from .supervisor import GRACE_S, Supervisor, end_with, value_of
 
 _CHILD = "import sys; from lockstep.launchers.ray import serve; serve(int(sys.argv[1]))"
@@ -159,7 +159,7 @@ class _Job:
         """Start the pickled (entry, config) on all ranks."""
         nodes, parallel = len(actors), config.parallel
         here = (parallel.devices or 1) if parallel.process_per_device else 1
-        door = Door(host=found[0][0], port=found[0][2], secret=secrets.token_bytes(32)) if nodes > 1 else None
+        endpoint = Endpoint(host=found[0][0], port=found[0][2], secret=secrets.token_bytes(32)) if nodes > 1 else None
         paths, folder = [str(Path(path).absolute()) for path in sys.path], str(Path.cwd())
         self._actors, self._here, self._resume_hint = actors, here, failures.resume_hint(config)
         self._names = [f" on node {address} ({name})" for address, name, _ in found]
@@ -167,7 +167,7 @@ class _Job:
         self._waiting: dict[Any, int] = {}
         for node, actor in enumerate(actors):
             places = Topology.of_node(here, first=node * here, size=nodes * here, node=node, nodes=nodes)
-            spec = pickle.dumps((paths, places, config, payload, door, self._names[node]))
+            spec = pickle.dumps((paths, places, config, payload, endpoint, self._names[node]))
             self._waiting[actor.run.remote(spec, folder)] = node
         self._shown = [0, 0]
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._shown]
@@ -277,13 +277,13 @@ class Node:
 def serve(descriptor: int) -> None:
     """Run one node's ranks for its actor. Reads their spec from the pipe `descriptor`, and sends the outcome back."""
     pipe = Connection(descriptor)
-    paths, places, config, payload, door, where = pickle.loads(pipe.recv_bytes())  # from the actor, our parent
+    paths, places, config, payload, endpoint, where = pickle.loads(pipe.recv_bytes())  # from the actor, our parent
     threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
     sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
     ended: bytes | Failure
     try:
         with Supervisor(config, where) as supervisor, stores.memory() as memory:
-            ended = supervisor.run(places, payload, door or Door(memory=memory))
+            ended = supervisor.run(places, payload, endpoint or Endpoint(memory=memory))
     except LockstepError as error:
         ended = failures.describe(error, places[0].rank)
     pipe.send_bytes(pickle.dumps(ended))

@@ -128,7 +128,7 @@ def memory() -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Door:
+class Endpoint:
     """The ranks' meeting place: a parent's memory, a file or an address. A lone rank has none."""
 
     memory: Path | None = None

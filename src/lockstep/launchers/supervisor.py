@@ -41,7 +41,7 @@ from ..monitor.signals import KILLED, OUTSIDE, Interrupts
 from ..world.topology import Topology
 from . import rank, stores
 from .plan import Entry, LaunchPlan
-from .stores import Door
+from .stores import Endpoint
 
 GRACE_S = 2.0
 """For a rank that has failed to end data workers and saves under way, before it is killed."""
@@ -98,7 +98,7 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
     with Supervisor(planned.config) as supervisor:
         while True:
             with stores.memory() as memory:  # a new one, in which no rank that was killed has left half an entry
-                ended = supervisor.run(places, payload, Door(memory=memory))
+                ended = supervisor.run(places, payload, Endpoint(memory=memory))
             if not isinstance(ended, Failure):
                 return value_of(ended)
             if not supervisor.starts_again(ended):
@@ -132,7 +132,11 @@ class Supervisor:
         return self._interrupts.insisted
 
     def run(
-        self, places: Sequence[Topology], payload: bytes, door: Door, look: Callable[[], Failure | None] = lambda: None
+        self,
+        places: Sequence[Topology],
+        payload: bytes,
+        endpoint: Endpoint,
+        look: Callable[[], Failure | None] = lambda: None,
     ) -> bytes | Failure:
         """Run the ranks; return the first place's value, or the first cause.
 
@@ -142,7 +146,7 @@ class Supervisor:
         with self._interrupts:
             try:
                 for place in places:
-                    self._workers.append(worker := _start(place, payload, door, dict(self.notes)))
+                    self._workers.append(worker := _start(place, payload, endpoint, dict(self.notes)))
                     if self._interrupts.asked:
                         worker.send(signal.SIGTERM)
                 return self._watch(look)
@@ -307,7 +311,7 @@ def value_of(value: bytes) -> Any:
         ) from error
 
 
-def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -> _Worker:
+def _start(place: Topology, payload: bytes, endpoint: Endpoint, notes: dict[str, str]) -> _Worker:
     """Start a rank's process.
 
     SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. SIGUSR1 is blocked: the
@@ -315,7 +319,7 @@ def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -
     multiprocessing calls, would take a `pickle.py` of the current folder for Python's.
     """
     ours, theirs = multiprocessing.Pipe()
-    arguments = (place, payload, theirs, door, notes)
+    arguments = (place, payload, theirs, endpoint, notes)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, name=f"rank-{place.rank}")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
     method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
@@ -334,7 +338,7 @@ def _start(place: Topology, payload: bytes, door: Door, notes: dict[str, str]) -
 # ---- in a rank's process
 
 
-def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: dict[str, str]) -> None:
+def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint, held: dict[str, str]) -> None:
     _settle()
     threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
     config = RunConfig()
@@ -346,7 +350,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, door: Door, held: 
     notes = Notes(lambda name: held.get(name, ""), write)
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        rendezvous = door.open(place.rank, config.parallel.timeout, notes)
+        rendezvous = endpoint.open(place.rank, config.parallel.timeout, notes)
         with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry)
         try:

@@ -401,7 +401,7 @@ class Session:
             loop.start_clock()
 
     def sum(self, value: Any) -> Any:
-        """Sum a number, or each element of a tensor, over all ranks (*collective*). Of a mask, count what is true."""
+        """Sum a number, as float64, or each element of a tensor, over all ranks (*collective*). Of a mask, count."""
         is_mask = isinstance(value, Tensor) and value.dtype == torch.bool
         return self._reduced(value.long() if is_mask else value, self.world.sum, lambda _: 0)
 

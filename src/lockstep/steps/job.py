@@ -32,9 +32,9 @@ from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
+from .initial import Taken, freeze
+from .initial import load as load_weights
 from .prepared import Prepared, Source
-from .start import Taken, freeze
-from .start import load as load_weights
 
 if TYPE_CHECKING:
     from ..data.source import Splits

@@ -12,7 +12,7 @@ from ..errors import counted
 from ..files import shown
 from ..nn.sync_batchnorm import is_folded
 from ..training import precision
-from . import start
+from . import initial
 from .meter import COVERS
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def of_job(job: Job) -> dict[str, Any]:
     if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):
         lines.append(f"left out, since they cannot be decoded: {counted(len(files), 'image')}, {', '.join(files[:3])}")
     return {
-        "lines": [*lines, *(taken.lines() if taken else ()), *start.reached(job.model, job.config)],
+        "lines": [*lines, *(taken.lines() if taken else ()), *initial.reached(job.model, job.config)],
         "chosen": {
             "strategy": job.strategy.name,
             "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone

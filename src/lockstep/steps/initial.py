@@ -1,4 +1,4 @@
-"""Start of a new run: initial weights from elsewhere, and frozen parameters."""
+"""Initial weights from elsewhere, and frozen parameters."""
 
 from __future__ import annotations
 
