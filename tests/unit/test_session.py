@@ -122,6 +122,12 @@ def test_a_loop_without_a_prepared_model_is_refused() -> None:
         run(lambda ours, model, _, batch: ours.backward(loss_of(model, batch)), ours, model, None, loader)
 
 
+def test_a_loop_over_the_loader_that_was_given_and_not_the_one_returned_is_told() -> None:
+    ours, model, optimizer, loader = loop()
+    with pytest.raises(RequestError, match=r"its loop was over no loader that session\.prepare returned"):
+        run_epochs(ours, model, optimizer, [(x.double(), y) for x, y in loader.loader], 1)
+
+
 def test_a_mean_between_batches_needs_its_weight() -> None:
     ours, *_ = loop()
     with pytest.raises(RequestError, match=r"outside of a batch, without weight: .* or give weight="):

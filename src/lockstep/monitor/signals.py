@@ -18,9 +18,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Requests to stop a run: SIGHUP comes when a terminal closes, SIGUSR1 from schedulers before a job's time is over."""
 KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
 OUTSIDE = "Stopped outside of training; nothing was left to save."
-STOPPING = "stopping: finishes the step under way and saves"
+_FINISHES = "stopping: finishes the step under way (several ranks: the steps until their next record)"
+STOPPING = f"{_FINISHES} and saves"
 NOT_SAVED = "nothing is saved, since no output folder was given"
-UNSAVED = f"stopping: finishes the step under way; {NOT_SAVED}"
+UNSAVED = f"{_FINISHES}; {NOT_SAVED}"
 INSIST = "; a second signal ends it at once"
 """Added for a person; SIGUSR1 comes from a program."""
 _ECHO_S = 0.5

@@ -185,9 +185,10 @@ class Session:
             before = self.step
             yield self.loop.position.epochs
             if self._has_gradients and self.step == before:
-                raise RequestError(
-                    "An epoch is over, and no optimizer has stepped after session.backward: call optimizer.step()."
-                )
+                why = "no optimizer has stepped after session.backward: call optimizer.step()"
+                if self._has_stepped:
+                    why = "its loop was over no loader that session.prepare returned: go over that one"
+                raise RequestError(f"An epoch is over, and {why}.")
             self.loop.end_epoch()
         self._in_epochs = False
         self.loop.finish()

@@ -37,7 +37,8 @@ _CLAIMS = {
 }
 _HINTS = {
     "curve": "lockstep verify gradients looks for the cause",
-    "gradients": "look for what depends on the samples that a rank sees at once: a mean over another number of things, "
+    "gradients": "look for what depends on the samples that a rank sees at once: a sum of losses given to "
+    "session.backward as a mean (reduction='sum' says that it is one), a mean over another number of things, "
     "statistics of a batch, random draws",
 }
 
