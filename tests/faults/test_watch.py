@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -35,6 +36,9 @@ def test_a_rank_that_hangs_or_crashes_is_named_and_leaves_its_stacks(
     assert found, told
     assert told.endswith('continue with --resume auto, or lockstep.session(…, resume="auto").')
     assert "in __getitem__" in (tmp_path / "run" / keeps / f"rank_{found[1]}.txt").read_text()
+    if data == "hanging":  # so that rank 0 can still write
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert (summary["exit"], summary["error"]) == (1, told)
 
 
 def test_a_rank_alone_that_evaluates_long_and_is_stopped_meanwhile_goes_on(tmp_path: Path) -> None:

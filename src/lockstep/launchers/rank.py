@@ -199,10 +199,8 @@ def _end(config: RunConfig, progress: Progress, tell: Tell, watchdog: Watchdog, 
     workers = multiprocessing.active_children()
     try:
         tracebacks.ask(worker.pid for worker in workers)
-        if progress.folder is not None:
-            write = functools.partial(failures.write, failure, progress.folder / "failures")
-            with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
-                bounded.within(_WRITE_S, write, "failures")
+        with contextlib.suppress(OSError, bounded.Late):  # where it is the disk that hangs
+            bounded.within(_WRITE_S, functools.partial(_write, failure, progress), "failures")
         tell(failure)
         watchdog.let_others_hear()
         with contextlib.suppress(bounded.Late):
@@ -211,6 +209,13 @@ def _end(config: RunConfig, progress: Progress, tell: Tell, watchdog: Watchdog, 
             worker.kill()
     finally:
         os._exit(RunError.exit_code)
+
+
+def _write(failure: Failure, progress: Progress) -> None:
+    if progress.folder is not None:
+        failures.write(failure, progress.folder / "failures")
+    if progress.failed is not None:
+        progress.failed(failure.sentence)
 
 
 def close_soon(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ class Progress:
     Entering one sets two attributes, a tenth of a microsecond, and sends nothing.
     """
 
-    __slots__ = ("count", "folder", "listener", "phase", "step")
+    __slots__ = ("count", "failed", "folder", "listener", "phase", "step")
 
     def __init__(self) -> None:
         self.phase = ""
@@ -46,6 +46,8 @@ class Progress:
         """Phases entered."""
         self.folder: Path | None = None
         """The run's folder, once there is one."""
+        self.failed: Callable[[str], None] | None = None
+        """Records, in that folder, the sentence with which the watchdog ends this rank."""
         self.listener: Listener | None = None
 
     def enter(self, phase: str) -> None:

@@ -15,7 +15,7 @@ from ..checkpoint import find, resume
 from ..checkpoint.state import State
 from ..config.options import IDENTITY, flatten, flatten_common, to_toml
 from ..config.schema import RunConfig
-from ..errors import RequestError
+from ..errors import RequestError, RunError
 from ..files import write_whole
 from ..launchers.devices import visible_gpus
 from ..monitor import failures, output
@@ -81,6 +81,7 @@ def opened(
                 shown = Notices(Screen(stderr=console is not None), quiet=True)
             step = state.meta["step"] if state else 0
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
+        world.progress.failed = lambda told: recorder.record("failed", exit=RunError.exit_code, error=told)
         try:
             yield Opened(config, recorder, state, resume_hint)
         except (Exception, SystemExit) as error:
@@ -90,6 +91,7 @@ def opened(
             recorder.record("failed", exit=code if type(code) is int else 1, error=cause or failure.sentence)
             raise
         finally:
+            world.progress.failed = None
             recorder.close()
 
 
