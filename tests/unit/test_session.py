@@ -9,8 +9,10 @@ import signal
 import sys
 import types
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -375,7 +377,15 @@ def test_a_value_of_a_step_of_several_batches_is_the_mean_over_all_its_samples(t
     assert [row["number"] for row in events(tmp_path / "run", "step")] == pytest.approx([20 / 40, (2 * 20 + 3) / 21])
 
 
-def test_a_loop_that_exits_has_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (SystemExit(3), 3, "it called sys.exit(3)"),
+        (HTTPError("http://data", 404, "not there", Message(), None), 1, "HTTPError: HTTP Error 404: not there"),
+    ],
+    ids=["sys.exit", "a library's code"],
+)
+def test_a_loop_that_exits_has_failed(tmp_path: Path, error: BaseException, code: int, told: str) -> None:
     run = tmp_path / "run"
     ours, model, optimizer, loader = loop(output=str(run))
 
@@ -383,13 +393,13 @@ def test_a_loop_that_exits_has_failed(tmp_path: Path) -> None:
         with ours:
             ours.backward(loss_of(model, next(iter(loader))))
             optimizer.step()
-            sys.exit(3)
+            raise error
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(type(error)):
         trained()
-    assert [row["exit"] for row in events(run, "failed")] == [3]
-    assert json.loads((run / "summary.json").read_text())["exit"] == 3
-    assert "it called sys.exit(3)" in (run / "failures" / "rank_0.txt").read_text()
+    assert [row["exit"] for row in events(run, "failed")] == [code]
+    assert json.loads((run / "summary.json").read_text())["exit"] == code
+    assert told in (run / "failures" / "rank_0.txt").read_text()
 
 
 def test_a_loader_that_is_prepared_second_begins_at_its_beginning_and_trains_nothing() -> None:

@@ -87,7 +87,8 @@ def opened(
         except (Exception, SystemExit) as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""
-            code = getattr(error, "code", getattr(error, "exit_code", 1))  # of a script's sys.exit, maybe a text
+            # A script's sys.exit may be given a text. A library's error may have a code of its own, such as HTTP's 404.
+            code = error.code if isinstance(error, SystemExit) else failure.error().exit_code
             recorder.record("failed", exit=code if type(code) is int else 1, error=cause or failure.sentence)
             raise
         finally:
