@@ -41,6 +41,8 @@ foreach_copy_, foreach_div_ = torch._foreach_copy_, torch._foreach_div_
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
 
 _COMPILER = "torch._dynamo"
+COMPILERS = {f"{_COMPILER}.convert_frame", "torch._inductor.compile_fx"}
+"""Modules with a frame on the stack while torch compiles, and none while it runs what it has compiled."""
 _KEPT = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what it calls in place of a function
 
 

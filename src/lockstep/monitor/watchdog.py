@@ -35,8 +35,6 @@ _COLLECTIVE = "a collective"  # of the user's, which no phase tells
 _COLLECTIVES = (*EXCHANGES, _COLLECTIVE)
 _CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB or a tensor
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
-_COMPILERS = {"torch._dynamo.convert_frame", "torch._inductor.compile_fx"}
-"""Modules with a frame on the stack while torch compiles, and none while it runs what it has compiled."""
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 _CLOSE_S = 2.0
 _LOOK_S = 0.5
@@ -160,12 +158,14 @@ class Watchdog:
         return all_live and any(beat.phase in _MAY_LAST for beat in seen.values())
 
     def _own(self) -> Beat:
+        from .._torch import COMPILERS  # with torch, which this process has loaded by now, and its parent never does
+
         progress, frames = self._progress, sys._current_frames()
         main = _frames(frames.get(threading.main_thread().ident or 0))
         names, phase = _modules(main), progress.phase
         if "bdb" in names or "pydevd" in sys.modules:  # a person looks: pdb's prompt, or a debugger that may hold it
             phase = _DEBUGGER
-        elif any(_COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
+        elif any(COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
             phase = _COMPILATION
         elif phase in ("", SETUP) and "torch.distributed.distributed_c10d" in names:
             phase = _COLLECTIVE
