@@ -13,7 +13,8 @@ import torch
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.verify.gradients import Answer, Report, examine, gaps
+from lockstep.verify.gradients import Answer, Report, examine
+from lockstep.verify.workbench import gaps
 from lockstep.world.world import World
 
 from ..command import command

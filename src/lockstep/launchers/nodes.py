@@ -40,8 +40,9 @@ from ..monitor.output import say
 from ..world.topology import Topology
 from . import hosts, stores
 from .plan import Entry, LaunchPlan
+from .process import packed, value_of
 from .stores import PREFIX, Endpoint
-from .supervisor import Supervisor, packed, value_of
+from .supervisor import Supervisor
 from .variables import having, unset
 
 _KEEP_ALIVE_S, _MISSED = 2, 3

@@ -36,8 +36,9 @@ from ..monitor.signals import KILLED, Interrupts
 from ..world.topology import Topology
 from . import stores
 from .plan import Entry, LaunchPlan
+from .process import end_with, value_of
 from .stores import Endpoint
-from .supervisor import GRACE_S, Supervisor, end_with, value_of
+from .supervisor import GRACE_S, Supervisor
 
 _CHILD = "import sys; from lockstep.launchers.ray import serve; serve(int(sys.argv[1]))"
 _PROBE_S = 5.0

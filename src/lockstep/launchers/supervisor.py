@@ -3,50 +3,35 @@
 A rank sends its parent its value or its failure; one that dies without a report is known by its exit code. After the
 first failure the others are heard a moment longer, since the first report is not always the first cause. Then all are
 ended, and the parent raises the first cause, or prints it before a restart.
-
-No orphans: a rank ends with its parent. On Linux the kernel kills it, even while it holds Python's lock inside a
-library, and data workers end with it (`data.feed`); elsewhere a thread, which waits on a pipe whose other end only the
-parent holds, ends the rank's process group.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import multiprocessing.connection
-import os
-import pickle
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import IO, Any
-
-import psutil
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
 from ..files import LOCK, ours
-from ..monitor import bounded, failures, tracebacks
+from ..monitor import failures, tracebacks
 from ..monitor.failures import Failure, first_cause
-from ..monitor.notes import FOLDER, Notes
-from ..monitor.output import say, survive
+from ..monitor.notes import FOLDER
+from ..monitor.output import say
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts
 from ..world.topology import Topology
-from . import rank, stores
+from . import stores
 from .plan import Entry, LaunchPlan
+from .process import UNGUARDED, Worker, packed, start, value_of
 from .stores import Endpoint
 
 GRACE_S = 2.0
 """For a rank that has failed to end data workers and saves under way, before it is killed."""
-_UNGUARDED = 87
-"""The exit code of a rank whose import of the user's script would have started ranks again."""
 _LEAVE_S = 30.0  # for ranks that save because a stop was asked for
 _AFTER_ECHO_S, _AFTER_CAUSE_S = 1.0, 0.3  # for the others' reports, after an echo, and after a cause by itself
 _DONE_S = 10.0  # for ranks that are done to end what they have started
@@ -60,33 +45,6 @@ _SIGNALS = {int(each): each.name for each in signal.Signals}
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FINAL = {RequestError.__name__, ProofError.__name__}
 """Failures that a restart would repeat."""
-_PR_SET_PDEATHSIG = 1
-_SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
-
-
-@dataclass
-class _Worker:
-    """A rank's process, and the pipe to it."""
-
-    rank: int
-    process: SpawnProcess
-    pipe: Connection
-    report: bytes | Failure | None = None
-    """The rank's pickled value, or its failure."""
-
-    def send(self, number: signal.Signals) -> None:
-        if self.process.exitcode is None and self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        """Kill the rank and the process group that it leads."""
-        self.send(signal.SIGKILL)
-        pid = self.process.pid
-        # Once the rank is reaped, a process of its number is another one; while its group lives, there can be none.
-        if pid is not None and (self.process.exitcode is None or not psutil.pid_exists(pid)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
 
 
 def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | None:
@@ -114,7 +72,7 @@ class Supervisor:
         self._parallel, self._resume_hint, self._where = config.parallel, failures.resume_hint(config), where
         self._restarts = 0
         self._interrupts = Interrupts(self._pass_on)
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self.notes: dict[str, str] = {}
         self._lock: IO[bytes] | None = None
 
@@ -146,7 +104,7 @@ class Supervisor:
         with self._interrupts:
             try:
                 for place in places:
-                    self._workers.append(worker := _start(place, payload, endpoint, dict(self.notes)))
+                    self._workers.append(worker := start(place, payload, endpoint, dict(self.notes)))
                     if self._interrupts.asked:
                         worker.send(signal.SIGTERM)
                 return self._watch(look)
@@ -208,7 +166,7 @@ class Supervisor:
     def _failures(self) -> list[Failure]:
         return [worker.report for worker in self._workers if isinstance(worker.report, Failure)]
 
-    def _silent(self) -> list[_Worker]:
+    def _silent(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.report is None]
 
     def _look(self) -> None:
@@ -238,12 +196,12 @@ class Supervisor:
         told = f"{who} did not end within {since_s:g} s after the others; {self._resume_hint}."
         return Failure(ranks[0], "", told, "")
 
-    def _obituary(self, worker: _Worker) -> Failure:
+    def _obituary(self, worker: Worker) -> Failure:
         """Return the failure of a rank that ended without a report."""
         code, number = worker.process.exitcode or 0, worker.rank
         if self._interrupts.asked and code == -signal.SIGTERM:
             return Failure(number, Stopped.__name__, OUTSIDE, "")
-        if code == _UNGUARDED:
+        if code == UNGUARDED:
             return Failure(number, RequestError.__name__, _GUARD, "")
         how = f"was killed by {_SIGNALS.get(-code, f'signal {-code}')}"
         if code >= 0:
@@ -259,7 +217,7 @@ class Supervisor:
         for worker in self._workers:
             worker.send(signal.SIGKILL if self._interrupts.insisted else signal.SIGTERM)
 
-    def _join(self, workers: Sequence[_Worker], wait_s: float) -> None:
+    def _join(self, workers: Sequence[Worker], wait_s: float) -> None:
         """Wait until these ranks end, or a second signal comes."""
         deadline = time.monotonic() + wait_s
         while any(worker.process.exitcode is None for worker in workers) and time.monotonic() < deadline:
@@ -280,119 +238,3 @@ class Supervisor:
             worker.process.join(_KILLED_S)  # not for ever: a disk that hangs keeps even what was killed
             worker.pipe.close()
         self._workers = []
-
-
-def packed(entry: Entry, config: RunConfig) -> bytes:
-    """Pickle entry and config for other processes of this program.
-
-    Raises `RequestError` for an entry, or a program, that those could not find.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(_UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
-    called = getattr(entry, "function", entry)  # what an entry of ours calls
-    name, script = getattr(called, "__qualname__", str(called)), getattr(sys.modules["__main__"], "__file__", None)
-    try:
-        if (script or "").startswith("<") or (script is None and getattr(called, "__module__", "") == "__main__"):
-            raise TypeError("this program is in no file that they could read")
-        return pickle.dumps((entry, config))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RequestError(
-            f"{name} cannot be run in other processes ({error}); define it at the top level of a module."
-        ) from error
-
-
-def value_of(value: bytes) -> Any:
-    """Return what our own rank has sent. Raises `RunError` where it cannot be read here."""
-    try:
-        return pickle.loads(value)
-    except Exception as error:
-        raise RunError(
-            f"What rank 0 returned cannot be read here ({failures.one_line(error)}); return plain values."
-        ) from error
-
-
-def _start(place: Topology, payload: bytes, endpoint: Endpoint, notes: dict[str, str]) -> _Worker:
-    """Start a rank's process.
-
-    SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. SIGUSR1 is blocked: the
-    signal of `ask_to_stop` would kill the rank until its loop handles it. And Python's path is safe: `python -c`, which
-    multiprocessing calls, would take a `pickle.py` of the current folder for Python's.
-    """
-    ours, theirs = multiprocessing.Pipe()
-    arguments = (place, payload, theirs, endpoint, notes)
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, name=f"rank-{place.rank}")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
-    method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
-    kept = os.environ.setdefault(_SAFE_PATH, _OURS)
-    try:
-        process.start()
-    finally:
-        if kept == _OURS:
-            os.environ.pop(_SAFE_PATH)
-        multiprocessing.set_start_method(method, force=True)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return _Worker(place.rank, process, ours)
-
-
-# ---- in a rank's process
-
-
-def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint, held: dict[str, str]) -> None:
-    _settle()
-    threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
-    config = RunConfig()
-
-    def write(name: str, text: str) -> None:
-        held[name] = text
-        pipe.send((name, text))
-
-    notes = Notes(lambda name: held.get(name, ""), write)
-    try:
-        entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        rendezvous = endpoint.open(place.rank, config.parallel.timeout, notes)
-        with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
-            value = seat.run(entry)
-        try:
-            report = pickle.dumps(value)
-        except Exception as error:  # one that another start would not change
-            raise RequestError(
-                f"What rank 0 returned cannot be sent ({failures.one_line(error)}); return plain values."
-            ) from error
-    except BaseException as error:
-        pipe.send(failures.account(error, place.rank, config))
-        rank.vanish(error)
-    pipe.send(report)
-    if bounded.any_left():
-        bounded.leave(0)
-
-
-def _settle() -> None:
-    """Undo multiprocessing's changes to a spawned process."""
-    with contextlib.suppress(PermissionError):  # a leader already
-        os.setsid()  # out of the terminal's foreground group: Ctrl-C reaches only the parent, which passes it on
-    # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
-    # seconds for each to import torch, and semaphores that are told as leaked when a rank is killed.
-    multiprocessing.set_start_method(None, force=True)
-    if os.environ.get(_SAFE_PATH) == _OURS:  # the user's own programs are started as ever
-        os.environ.pop(_SAFE_PATH)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    survive()  # as the command itself does
-    end_with_parent()
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process with its parent thread (Linux alone)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)
-
-
-def end_with(pipe: Connection) -> None:
-    """End this process's group when the other end of the pipe closes."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
-    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .._torch import BatchNorm, TorchDispatchMode
 from ..config.registry import KINDS
-from .gradients import ONE, TOLERANCE, Case, Workbench, beyond, gaps, worst
 from .switches import EVERYTHING, Constants, Off, switched, unsteady
+from .workbench import ONE, TOLERANCE, Case, Workbench, beyond, gaps, worst
 
 _SENTENCES = {
     "data": "ranks read other samples than one process does for their shares: the data set, or the order that they are "

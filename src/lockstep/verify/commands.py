@@ -17,7 +17,7 @@ import psutil
 
 from ..errors import ProofError, RequestError, RunError, Stopped
 from ..files import lines_of, ours
-from ..launchers.supervisor import end_with_parent
+from ..launchers.process import end_with_parent
 
 Command = tuple[str, ...]
 _LOOK_S = 0.05

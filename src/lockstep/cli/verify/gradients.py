@@ -71,7 +71,8 @@ def main(given: list[str]) -> int:
         setup = curve.checked(override(config, max_steps=1), rest, script, name="gradients")
     else:
         check_names(config)
-    from ...verify.gradients import TOLERANCE, TOLERANCES, strategies  # late: it imports torch
+    from ...verify.gradients import strategies  # late: it imports torch
+    from ...verify.workbench import TOLERANCE, TOLERANCES
 
     tolerance = own.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
     if is_loop:

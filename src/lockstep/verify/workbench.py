@@ -1,0 +1,241 @@
+"""Gradients of one config under several strategies, from the same samples.
+
+The batches are the first of an epoch, an uneven one, its last one, and one in micro-batches. One process takes each
+global micro-batch whole, the ranks take their shares, as in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import user_code
+from .._torch import as_default_group
+from ..batching import BatchPlan
+from ..checks import difference
+from ..checks.digest import digest
+from ..config.options import override
+from ..config.registry import KINDS
+from ..config.schema import RunConfig
+from ..errors import RequestError
+from ..steps.job import Job, assemble
+from ..world.random_state import seed_all
+from ..world.world import World
+from .curve import FLOOR
+from .switches import NOTHING, Off, by_sample, switched
+
+if TYPE_CHECKING:
+    from ..data.source import Splits
+
+Step = Callable[[nn.Module, Tensor, Tensor], None]
+"""A training step of the user's own, forward and backward: step(model, x, y) leaves gradients in the parameters."""
+Micros = list[tuple[Tensor, Tensor]]
+ONE = "single"
+TOLERANCES = {"fp64": 1e-9}
+TOLERANCE = 1e-4
+"""Of all other precisions: float32 has 7 digits, of which sums over layers and samples take some."""
+
+
+def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
+    """Return each tensor's largest relative difference from `theirs` ÷ `scale` (see `curve.FLOOR`).
+
+    Infinite where only one side has it or a value is not finite.
+    """
+    largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
+    compared = difference.compare({name: each / scale for name, each in theirs.items()}, reference)
+    # Two that are no numbers at the same places are no agreement.
+    lost = {name: math.inf for name, each in reference.items() if not bool(each.isfinite().all())}
+    return compared.sizes(FLOOR * largest or 1.0) | lost
+
+
+def worst(found: Mapping[str, float]) -> float:
+    """Return the largest gap; 0 of none."""
+    return max(found.values(), default=0.0)
+
+
+def beyond(found: Mapping[str, float], tolerance: float) -> dict[str, float]:
+    """Return the gaps beyond `tolerance`, the largest first."""
+    return {name: gap for name, gap in sorted(found.items(), key=lambda each: -each[1]) if gap > tolerance}
+
+
+class Case(NamedTuple):
+    """A global batch: positions [start, stop) of the first epoch's order."""
+
+    name: str
+    start: int
+    stop: int
+    accumulation: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return self.stop - self.start
+
+    def share(self, rank: int, ranks: int, devices: int = 1) -> list[slice]:
+        """Return the rank's slice of each global micro-batch."""
+        plan = BatchPlan(global_size=self.size, ranks=ranks, accumulation=self.accumulation, devices=devices)
+        return [slice(part.start, part.stop) for part in plan.split(0, self.size, rank)]
+
+
+class Workbench:
+    """Measures gradients of one config under several strategies. Same data; all methods are *collective*."""
+
+    def __init__(self, config: RunConfig, world: World, step: Step | None = None) -> None:
+        """Assemble the job. `config` names the strategy of `world`'s ranks; rank 0 computes one without ranks."""
+        self.config, self.world, self.step = config, world, step
+        # A step of the user's own may ask torch for the world's size, or exchange something: one process has one rank.
+        self._group_of_one: Any = None if world.group is None else dist.new_group([0])
+        self.unused: list[str] = []
+        """Parameters that the loss does not reach on some rank in some case."""
+        self._jobs: dict[str, Job] = {}
+        self._read: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._data: Splits | None = None
+        first = self.job(config.parallel.strategy)
+        self._data, self._order = first.data, first.order(0)
+        self.replicas, self._devices = first.replicas, first.plan.devices
+        size = min(config.batch.size, first.samples)
+        if not 1 < self.replicas <= size:
+            raise RequestError(
+                f"--strategy {config.parallel.strategy} has {self.replicas} replicas here, and a batch has {size} "
+                "samples: one process is what several replicas are measured against, and each needs a sample; give "
+                "--devices 2 or more, or a larger --batch."
+            )
+        self.cases = _cases(config, first.samples, self.replicas, own_step=step is not None)
+        world.together(self._check_reference)
+        if first.world.size > 1:
+            self.unused = self._unreached(first)
+        if self.unused:
+            self._jobs.clear()  # of a strategy whose ranks would wait for those gradients for ever
+
+    def job(self, strategy: str) -> Job:
+        """Return the job of a strategy; assemble a new one."""
+        if strategy not in self._jobs:
+            asked, kind = self.config.parallel, KINDS[strategy]
+            own: dict[str, Any] = {"devices": None, "batchnorm": "auto"}
+            if kind.has_ranks:
+                own = {"find_unused": asked.find_unused or bool(self.unused)}
+            elif kind.drives_all:
+                own = {"devices": asked.devices or self.world.size}
+            # Each case has its own micro-batches.
+            config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **own)
+            world = self.world if kind.has_ranks else World.alone(self.world.device)
+            self._jobs[strategy] = assemble(config, world, data=self._data)
+        return self._jobs[strategy]
+
+    def close(self) -> None:
+        """Close the data set."""
+        if self._data is not None:
+            self._data.close()
+
+    def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> dict[str, Tensor]:
+        """Return the gradients under `strategy` by name. Empty on ranks without a part in it.
+
+        `seed` is of the model's own randomness.
+        """
+        if KINDS[strategy].has_ranks:
+            return self._compute(self.job(strategy), self._share(case, same="data" in off), case, off)
+        if not self.world.is_main:
+            return {}
+        with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
+            x, y = self.read(case)
+            micros = [(x[rows], y[rows]) for rows in case.share(0, 1)]
+            return self._compute(self.job(strategy), micros, case, off, seed=seed)
+
+    def _check_reference(self) -> None:
+        """Raise `RequestError` where one process has no usable gradients."""
+        try:
+            found = self.under(ONE, self.cases[0])
+        except RequestError:
+            raise
+        except Exception as error:  # any error of a model, a loss or a step in one process
+            raise RequestError(f"One process's step {user_code.raised(error)}; there is nothing to compare.") from error
+        if self.world.is_main and not found:
+            raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
+        if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
+            raise RequestError(
+                f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be compared; "
+                "look at the data, and at what the model divides by or takes the root of."
+            )
+
+    def _unreached(self, job: Job) -> list[str]:
+        """Return the parameters without a gradient on some rank in some case."""
+        alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
+        names: dict[str, None] = {}
+        for case in self.cases:
+            found = self._compute(alone, self._share(case, same=True), case, NOTHING)
+            own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
+            names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
+        return list(names)
+
+    def read(self, case: Case) -> tuple[Tensor, Tensor]:
+        """Return the global batch as this rank reads it. x is (n, …), y (n,)."""
+        at = (case.start, case.stop)
+        if at not in self._read:
+            (self._read[at],) = self._fetch(case, [slice(0, case.size)])
+        return self._read[at]
+
+    def _share(self, case: Case, *, same: bool) -> Micros:
+        """Return this rank's shares. Read by itself, or, with `same`, by rank 0 for all."""
+        parts = case.share(self.world.rank, self.world.size, self._devices)
+        if not same:
+            return self._fetch(case, parts)
+        x, y = self.read(case)
+        self.world.broadcast([x, y])
+        return [(x[rows], y[rows]) for rows in parts]
+
+    def _fetch(self, case: Case, parts: Sequence[slice]) -> Micros:
+        assert self._data is not None
+        indices = [self._order.indices(case.start + part.start, case.start + part.stop) for part in parts]
+        return [(x.clone(), y.clone()) for x, y, _ in self._data.train.stream(indices, epoch=0)]
+
+    def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, seed: int | None = None) -> dict[str, Tensor]:
+        job.model.zero_grad()
+        loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
+        with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
+            if seed is not None:
+                seed_all(seed)
+            if self.step is None:
+                dataclasses.replace(job, loss_fn=loss_fn).train_step(case.size, micros)
+            else:
+                for x, y in micros:
+                    _stepped(self.step, job.replica, x, y)
+        named = job.model.named_parameters(remove_duplicate=False)
+        found = {name: each.grad.detach().clone() for name, each in named if each.grad is not None}
+        job.model.zero_grad()
+        return found
+
+
+def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> list[Case]:
+    """Return the batches to compare. A user's own step gets none in micro-batches."""
+    size, last, parts = min(config.batch.size, samples), samples % config.batch.size, config.batch.accumulate or 2
+    found = [Case("the first batch", 0, size)]
+    if size % replicas == 0 and size > replicas:
+        found.append(Case("an uneven batch", 0, size - 1))
+    if replicas <= last < samples and not config.batch.drop_last:
+        found.append(Case("the epoch's last batch", samples - last, samples))
+    if not own_step and size // parts >= replicas and parts > 1:
+        found.append(Case(f"{parts} micro-batches", 0, size, parts))
+    return found
+
+
+def _stepped(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Run the user's step; refuse one that changes the weights."""
+    weights = [each.detach() for each in model.parameters()]
+    before = int(digest(weights))
+    try:
+        step(model, x, y)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:  # its own
+        raise RequestError(f"--step {user_code.raised(error)}; it is called as step(model, x, y).") from error
+    if int(digest(weights)) != before:
+        raise RequestError(
+            "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and leaves "
+            "gradients in the parameters."
+        )
