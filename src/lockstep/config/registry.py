@@ -75,6 +75,6 @@ def with_several() -> str:
     return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
 
 
-def auto(*, several: bool) -> str:
-    """Resolve `--strategy auto`, for several devices or ranks, or for one."""
-    return "ddp" if several else "single"
+def resolved(strategy: str, *, several: bool) -> str:
+    """Return the strategy, and for "auto" the one for several devices or ranks, or for one."""
+    return strategy if strategy != "auto" else "ddp" if several else "single"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config.registry import KINDS, LAUNCHERS, auto, with_ranks, with_several
+from ..config.registry import KINDS, LAUNCHERS, resolved, with_ranks, with_several
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
 from .devices import visible
@@ -86,9 +86,8 @@ def _resolved(asked: ParallelConfig, ranks: int, env: Mapping[str, str]) -> Para
     """Return `asked` with `auto` strategy and accelerator resolved."""
     parallel = dataclasses.replace(asked, accelerator=_accelerator(asked, env))
     devices, ranks = _devices(parallel, env), max(asked.most_nodes, ranks)
-    if asked.strategy == "auto":
-        parallel = dataclasses.replace(parallel, strategy=auto(several=max(devices, ranks) > 1))
-    strategy, chosen = parallel.strategy, KINDS[parallel.strategy]
+    strategy = resolved(asked.strategy, several=max(devices, ranks) > 1)
+    parallel, chosen = dataclasses.replace(parallel, strategy=strategy), KINDS[strategy]
     if ranks > 1 and not chosen.has_ranks:
         raise RequestError(
             f"--strategy {strategy} is one process, but --nodes, --world-size or the environment ask for {ranks} "

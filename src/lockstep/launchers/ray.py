@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from ..config.registry import KINDS, auto, with_ranks
+from ..config.registry import KINDS, resolved, with_ranks
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError, Stopped, counted, ranks_in_short
 from ..monitor import failures
@@ -107,7 +107,7 @@ def _resolved(asked: ParallelConfig) -> ParallelConfig:
     least = gpus[min(asked.nodes, len(gpus)) - 1]  # of the nodes that would be taken
     count = asked.devices or (max(1, int(least)) if on_gpus else 1)
     is_several = count * asked.nodes > 1
-    strategy = auto(several=is_several) if asked.strategy == "auto" else asked.strategy
+    strategy = resolved(asked.strategy, several=is_several)
     if is_several and not KINDS[strategy].has_ranks:
         raise RequestError(
             f"--launcher ray starts ranks, and --strategy {strategy} is one process; take --strategy {with_ranks()}."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.options import flatten
-from ..config.registry import KINDS, auto
+from ..config.registry import KINDS, resolved
 from ..config.schema import RunConfig
 from ..config.validity import require
 from ..errors import RequestError, RunError, counted
@@ -86,9 +86,7 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
         )
     nodes, gpus = int(options.get("--nodes", 1)), int(options.get("--gpus-per-node", "0").rpartition(":")[2])
     asked, devices, accelerator = int(options.get("--ntasks-per-node", 0)), given["devices"], given["accelerator"]
-    strategy = given["strategy"]
-    if strategy == "auto":
-        strategy = auto(several=nodes * (gpus or asked or 1) > 1)
+    strategy = resolved(given["strategy"], several=nodes * (gpus or asked or 1) > 1)
     chosen, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
     tasks = (gpus or asked or 1) if chosen.process_per_device else 1
     require(nodes == 1 or chosen.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")

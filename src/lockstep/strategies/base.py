@@ -63,7 +63,7 @@ class Strategy:
 def build(config: ParallelConfig, world: World) -> Strategy:
     """Return this rank's strategy. Raises `RequestError` for a one-process strategy among several processes."""
     # A launcher has resolved `auto` before there is a world; a library's caller need not.
-    name = registry.auto(several=world.size > 1) if config.strategy == "auto" else config.strategy
+    name = registry.resolved(config.strategy, several=world.size > 1)
     kind = registry.KINDS[name]
     if world.size > 1 and not kind.has_ranks:
         raise RequestError(

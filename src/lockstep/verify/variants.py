@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.options import flatten
-from ..config.registry import KINDS, auto
+from ..config.registry import KINDS, resolved
 from ..config.schema import RunConfig
 from ..errors import RunError, Stopped, counted
 from ..files import check_own
@@ -33,7 +33,7 @@ class _Way(NamedTuple):
         return KINDS[self.strategy].has_ranks
 
 
-_ALONE = _Way(auto(several=False))
+_ALONE = _Way(resolved("auto", several=False))
 ALONE = _ALONE.name
 """The name of the reference."""
 
