@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.world.topology import Topology
@@ -37,12 +38,21 @@ def joined() -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def doubled(world: World) -> World:
-    """Return the same rank, which takes itself for one of two: it exchanges with itself alone.
+def paired(world: World, other: Callable[[Tensor], Tensor] = torch.clone) -> World:
+    """Return a rank of two, whose peer holds `other` of this rank's tensors.
 
-    So everything that several ranks run is run, and the sums are this rank's own.
+    All that two ranks run is run, NCCL's exchange of a group of one included.
     """
-    return World(Topology(size=2, local_size=2), world.device, world.group)
+
+    class Paired(World):
+        def stack(self, tensor: Tensor) -> Tensor:
+            own = World(Topology(), self.device, self.group).stack(tensor)
+            return torch.cat([own, other(own)])
+
+        def sum_(self, tensor: Tensor) -> Tensor:
+            return super().sum_(tensor).add_(other(tensor))
+
+    return Paired(Topology(size=2, local_size=2), world.device, world.group)
 
 
 @contextlib.contextmanager

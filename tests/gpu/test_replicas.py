@@ -21,7 +21,7 @@ from lockstep.world.world import World
 from ..reading import NoReading
 from ..stepping import steps
 from ..unit.test_digest import DTYPES, some
-from .conftest import doubled, joined, never_waits, several
+from .conftest import paired, joined, never_waits, several
 
 NET = {"model": "resnet8", "data": "digits", "batch": 48, "precision": "fp32", "accelerator": "cuda"}
 
@@ -63,7 +63,7 @@ def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -
         with never_waits(), NoReading():
             facts(tensors, alone.device)
         # It does all that it does among several ranks.
-        check = ReplicaCheck(doubled(alone), job.replicated, 1)
+        check = ReplicaCheck(paired(alone), job.replicated, 1)
         for step in (1, 2):
             check.check(step, 0.1)
         assert (check.checks, check.agreed_at) == (2, 2)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from lockstep.nn.sync_batchnorm import SyncBatchNorm
 from lockstep.world.world import World
 
-from .conftest import doubled, joined, never_waits
+from .conftest import paired, joined, never_waits
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
-    """One rank that takes itself for one of two."""
+    """A rank of two, whose peer has no sample: the sums are its own."""
     with joined() as world:
-        yield doubled(world)
+        yield paired(world, torch.zeros_like)
 
 
 def _trained(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor | None]:
