@@ -18,10 +18,21 @@ from . import read
 from .state import State
 
 _META: dict[tuple[type, ...], tuple[str, ...]] = {
-    (int,): ("step", "epochs", "within", "evaluated", "stale", "accumulation", "replicas", "samples", "batch"),
+    (int,): (
+        "step",
+        "epochs",
+        "within",
+        "evaluated",
+        "stale",
+        "accumulation",
+        "replicas",
+        "samples",
+        "batch",
+        "passes",
+    ),
     (int, NoneType): ("planned_epochs",),
     (float,): ("partial_s", "best_top1"),
-    (list,): ("epoch_s", "generators"),
+    (list,): ("epoch_s", "generators", "trained"),
     (dict,): ("config",),
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm",),

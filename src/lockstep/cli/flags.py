@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple, get_args
 import tyro
 
 from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
-from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..config.validity import Leaf
 from ..data import sets
@@ -66,8 +65,6 @@ def check_read(given: Iterable[str], config: RunConfig) -> None:
     A flag on the command line must matter; a recipe or a file may set an option that a flag has made idle.
     """
     values, readers = flatten(config), _READERS | {flag: ("data", names) for flag, names in sets.readers().items()}
-    for flag in {flag for kind in KINDS.values() for flag in kind.options}:
-        readers[flag] = ("strategy", tuple(name for name, kind in KINDS.items() if flag in kind.options))
     for flag in (flag for flag in given if flag in readers and values[flag] is not False):
         chooser, fitting = readers[flag]
         chosen = values[chooser]

@@ -145,7 +145,6 @@ class ParallelConfig:
     """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
     """How ranks exchange CPU tensors: gloo, or shared-memory (ranks of one host), which auto takes where it can."""
-    find_unused: bool = False  # ddp, hybrid: search each step for parameters that the loss does not reach (slower).
 
     @property
     def nodes(self) -> int:
@@ -265,7 +264,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         "--channels-last on": config.precision.channels_last == "on",
         "--on-device on": config.data.on_device == "on",
         "--eval-batch": batch.eval_batch is not None,
-        "--find-unused": parallel.find_unused,
     }
     if optim.step and any(idle.values()):
         told = ", ".join(flag for flag, is_asked in idle.items() if is_asked)

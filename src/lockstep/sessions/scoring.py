@@ -45,12 +45,11 @@ class Classifier:
         self._job, self._loop = job, session.loop
 
     def begin(self) -> None:
-        """Begin the run, check the user's loss, dry-run a step (*collective*)."""
+        """Begin the run, check the user's loss (*collective*)."""
         job = self._job
         self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
-        job.strategy.prepare(job.model, self._dry_run)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
         """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,)."""
@@ -61,10 +60,6 @@ class Classifier:
     def _first(self) -> Micro:
         with contextlib.closing(self._job.micros(0)) as micros:
             return next(micros)
-
-    def _dry_run(self) -> None:
-        first = self._first()
-        self._job.train_step(first.total, [first.batch])
 
     def _check_loss(self) -> None:
         """Raise `RequestError` unless the user's loss sums over samples. Probes the run's first samples."""
@@ -150,7 +145,8 @@ def scored(job: Job, source: Data, **how: Any) -> Scores | None:
     """Return `evaluate`'s scores of the job's model or average (*collective*)."""
     models = list(job.groups.values())
     for model in models:
-        job.strategy.agree_on_buffers(model)
+        if job.batchnorm != "sync":
+            job.world.broadcast(list(model.buffers()))
     how |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
     batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
     return evaluate(models[-1], source, job.world, batch=batch, **how)

@@ -19,7 +19,9 @@ class Position:
 
     step: int = 0  # optimizer steps made
     epochs: int = 0  # whole ones, trained and evaluated
-    within: int = 0  # batches of the epoch under way
+    within: int = 0  # batches of the epoch under way, in its pass under way
+    passes: int = 0  # earlier passes over the data of this epoch
+    trained: list[int] = field(default_factory=list)  # the passes with a step
     epoch_s: list[float] = field(default_factory=list)
     partial_s: float = 0.0  # of training in the epoch under way, when it was saved
     best_top1: float = -math.inf
@@ -34,7 +36,7 @@ class Position:
         held = {"stale": 0, "within": within} | {key: meta[key] for key in _KEYS if key in meta}
         held["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
         held["best_top1"] = -math.inf if meta["best_top1"] == _NONE else meta["best_top1"]
-        return cls(**held | {"epoch_s": list(meta["epoch_s"])})
+        return cls(**held | {"epoch_s": list(meta["epoch_s"]), "trained": list(meta["trained"])})
 
     def meta(self) -> dict[str, Any]:
         """Return the fields for a checkpoint."""

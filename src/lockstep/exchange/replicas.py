@@ -1,4 +1,4 @@
-"""DataParallel: one process that drives several devices.
+"""Replicas within a process, as in DataParallel: one process that drives several devices.
 
 At each forward pass the model is copied to the devices, the batch is split, the copies run in threads, and their
 outputs are gathered; one backward pass sums the gradients into the one set of parameters. BatchNorm sees a replica's
@@ -12,7 +12,7 @@ arbitrary order: dropout under dp on a CPU, alone among all, is not the same bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Thread
 from typing import Any
 
@@ -22,49 +22,39 @@ from torch.nn.parallel import comm
 
 from .. import _torch
 from ..config.registry import per_device
-from ..config.schema import ParallelConfig
 from ..errors import RequestError
-from ..world.world import World
-from .base import Strategy
 
 
-class DataParallel(Strategy):
-    """One process that splits each micro-batch over its devices. One backward pass sums over the replicas."""
+def replicate(model: nn.Module, devices: Sequence[torch.device], name: str) -> nn.Module:
+    """Return the module that splits its input over `devices`; `model` itself for one device.
 
-    name = "dp"
-    can_sync_batchnorm = False
+    `name` is the method's. Raises `RequestError` for a compiled model.
+    """
+    if len(devices) == 1:
+        return model
+    if any(map(_torch.is_compiled, model.modules())):
+        raise RequestError(
+            f"--compile cannot work under --strategy {name} on {len(devices)} devices, because a copy of a compiled "
+            f"module calls the original; leave it out, or use --strategy {per_device()}."
+        )
+    if devices[0].type == "cuda":
+        return _DeviceReplicas(model, tuple(devices))
+    return ThreadReplicas(model, len(devices))
 
-    def __init__(self, config: ParallelConfig, world: World) -> None:
-        super().__init__(config, world)
-        self.devices = (world.device,) * (config.devices or 1)  # a CPU's threads
-        if world.device.type == "cuda":
-            indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
-            self.devices = tuple(torch.device("cuda", index) for index in indices)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that splits its input. Raises `RequestError` for several devices and a compiled model."""
-        if len(self.devices) > 1 and any(map(_torch.is_compiled, model.modules())):
-            raise RequestError(
-                f"--compile cannot work under --strategy {self.name} on {len(self.devices)} devices, because a copy "
-                f"of a compiled module calls the original; leave it out, or use --strategy {per_device()}."
-            )
-        if self.devices[0].type == "cuda":
-            return super().wrap(_DeviceReplicas(model, self.devices))
-        return super().wrap(ThreadReplicas(model, len(self.devices)))
-
-    def copies(self, model: nn.Module) -> list[Mapping[str, Tensor]]:
-        """Return each further GPU's copy of the parameters. Broken peer-to-peer access would damage it."""
-        if self.devices[0].type != "cuda" or len(self.devices) == 1:
-            return []
-        named = {f"model/{name}": held.detach() for name, held in model.named_parameters()}
-        _, *others = comm.broadcast_coalesced(list(named.values()), self.devices)  # type: ignore[no-untyped-call]
-        return [
-            {
-                name: torch.view_as_complex(copy) if own.is_complex() else copy
-                for (name, own), copy in zip(named.items(), copies, strict=True)
-            }
-            for copies in others
-        ]
+def copies(model: nn.Module, devices: Sequence[torch.device]) -> list[Mapping[str, Tensor]]:
+    """Return each further GPU's copy of the parameters. Broken peer-to-peer access would damage it."""
+    if devices[0].type != "cuda" or len(devices) == 1:
+        return []
+    named = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    _, *others = comm.broadcast_coalesced(list(named.values()), devices)  # type: ignore[no-untyped-call]
+    return [
+        {
+            name: torch.view_as_complex(copy) if own.is_complex() else copy
+            for (name, own), copy in zip(named.items(), others_copies, strict=True)
+        }
+        for others_copies in others
+    ]
 
 
 class _InAutocast(nn.Module):
