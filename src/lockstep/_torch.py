@@ -35,7 +35,7 @@ PrefixStore = _stores.PrefixStore
 Store = _stores.Store
 TCPStore = _stores.TCPStore
 
-foreach_copy_, foreach_div_ = torch._foreach_copy_, torch._foreach_div_
+foreach_copy_ = torch._foreach_copy_
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
 
 

@@ -55,7 +55,7 @@ TRAIN = """
 --data cifar10 --no-download --data-dir gone | gone/cifar-10-batches-py | allow --download
 --image-size 9                         | --image-size | --data digits | imagefolder
 --optimizer adamw --momentum .5        | --momentum | --optimizer adamw
---strategy dp --find-unused            | --find-unused | --strategy dp | ddp
+--find-unused                          | --find-unused is gone | leave it out
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch
@@ -127,7 +127,6 @@ broken.py                              | broken.py is no script that Python can 
 -m absent_module                       | -m absent_module: there is no such module
 --model mlp --devices 2 --lr 1 mine.py --batch 3 | takes no --model, --lr: the script decides
 --config trained/config.toml mine.py   | takes no --config
---find-unused --seed=1 mine.py         | takes no --find-unused
 --devcies 2 mine.py                    | did you mean --devices
 --strategy dp mine.py                  | drives several devices from one process
 --output mine.py mine.py               | --output mine.py is a file

@@ -196,7 +196,7 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(
     for changed, words in (
         ({"width": 5}, "another model"),
         ({"count": 60}, "61 samples .* here are 60"),
-        ({"groups": 2}, r"SGD \(groups of parameters: \[1\]\).* given SGD \(groups of parameters: \[2\]\)"),
+        ({"groups": 2}, r"SGD \(parameter groups: 1\).* given SGD \(parameter groups: 2\)"),
         ({"kind": torch.optim.Adam}, "was trained with SGD .*, and session.prepare was given Adam"),
         ({"schedules": 1}, "and 0 schedules .* given .* and 1 schedules"),
     ):

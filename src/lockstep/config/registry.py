@@ -9,7 +9,7 @@ class Kind(NamedTuple):
     """A strategy: the class of its exchange, a description, and its processes and devices."""
 
     exchange: str
-    """module:class within `lockstep.exchange`"""
+    """module:class, the module from `lockstep.exchange` on where it begins with a dot"""
     phrase: str
     has_ranks: bool  # several processes share the work
     drives_all: bool  # a process drives all devices that are used on its node, not one
@@ -29,10 +29,10 @@ _DP = "one process drives several devices (threads on a CPU)"
 _DDP = "one process a device, gradients all-reduced while backward runs"
 _HYBRID = "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes"
 KINDS = {
-    "single": Kind("base:Exchange", "one device", False, False),
-    "dp": Kind("base:Exchange", _DP, False, True),
-    "ddp": Kind("allreduce:AllReduce", _DDP, True, False),
-    "hybrid": Kind("allreduce:AllReduce", _HYBRID, True, True),
+    "single": Kind(".base:Exchange", "one device", False, False),
+    "dp": Kind(".base:Exchange", _DP, False, True),
+    "ddp": Kind(".allreduce:AllReduce", _DDP, True, False),
+    "hybrid": Kind(".allreduce:AllReduce", _HYBRID, True, True),
 }
 
 

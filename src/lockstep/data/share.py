@@ -99,7 +99,7 @@ class SharedLoader:
         Raises `RequestError`, on every rank, for loaders that cannot be shared, and where the ranks' data differ.
         """
         self.loader, self._world, self._seed = loader, world, seed
-        self._trial = copy.copy(loader.sampler)  # a sampler may count how often it is drawn
+        self._trial = copy.copy(getattr(loader, "sampler", None))  # a sampler may count how often it is drawn
         self._drawn_epochs = 0
 
         def planned() -> tuple[BatchPlan, Indices | None]:

@@ -45,13 +45,13 @@ def build(config: ParallelConfig, world: World) -> Method:
         if world.device.type == "cuda":
             indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
             devices = tuple(torch.device("cuda", index) for index in indices)
-    return Method(name, devices, exchange_of(world, kind.exchange))
+    return Method(
+        name, devices, exchange_of(world, kind.exchange) if world.size > 1 or not kind.has_ranks else Exchange(world)
+    )
 
 
 def exchange_of(world: World, name: str = registry.KINDS["ddp"].exchange) -> Exchange:
-    """Return the exchange of that name (module:class); of a lone process, none."""
-    if world.size == 1:
-        return Exchange(world)
+    """Return the exchange of that name (module:class)."""
     module, _, kind = name.partition(":")
-    exchange: Exchange = getattr(import_module(f".{module}", __package__), kind)(world)
+    exchange: Exchange = getattr(import_module(module, __package__), kind)(world)
     return exchange

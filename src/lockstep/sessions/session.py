@@ -80,7 +80,9 @@ class Session:
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
-        self.prepared = prepared or Prepared(ours.config, world, self.precision, exchange=exchange_of(world))
+        self.prepared = prepared or Prepared(
+            ours.config, world, self.precision, exchange=exchange_of(world) if world.size > 1 else base.Exchange(world)
+        )
         self.exchange = self.prepared.exchange
         self._held.callback(self.exchange.close)
         self.loop = Loop(ours, self.prepared)
@@ -369,7 +371,7 @@ class Session:
             loop.count_batch(handed.place, handed.share.step)
         self._batch.end(samples)
         if self._has_stepped:  # a loop may step once in several batches: the step has their sum
-            self.precision.update(self.prepared.optimizers)
+            self.precision.update()
             self._has_stepped = self._has_gradients = False
             loop.count_step(*self._batch.taken(), self._lr, self._norm)
             if not self._has_compared:

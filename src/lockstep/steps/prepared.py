@@ -253,7 +253,7 @@ class Prepared:
 
     def _check_parts(self, state: State) -> None:
         saved, ours = (
-            f"{', '.join(f'{name} (groups of parameters: {groups})' for name, groups in kinds)} and {others} schedules "
+            f"{', '.join(f'{name} (parameter groups: {groups})' for name, groups in kinds)} and {others} schedules "
             "or other objects"
             for kinds, others in (
                 (state.meta["kinds"], len(state.meta["others"])),

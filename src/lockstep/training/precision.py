@@ -128,7 +128,7 @@ class Precision:
         self._stepped.add(optimizer)
         return self.scaler.step(optimizer)
 
-    def update(self, optimizers: Iterable[Optimizer]) -> None:
+    def update(self) -> None:
         """Adapt the scale at the end of a step."""
         if self.scaler is not None and self._unscaled:
             self.scaler.update()
