@@ -31,11 +31,11 @@ class Net(nn.Module):
         self.parts = nn.ModuleDict(parts)
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
-    def score(self, x: Tensor) -> Tensor:
+    def score(self, x: Tensor) -> Any:
         return self.head(x.flatten(1, -2).mean(1) if x.dim() > 2 else x)
 
 
-def _classified(function: Callable[[Any, Tensor], Tensor]) -> Loss:
+def _classified(function: Callable[[Any, Tensor], Any]) -> Loss:
     """Return the loss of a net that is called by `function`, which returns (samples, …, width)."""
 
     def loss(net: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -44,48 +44,48 @@ def _classified(function: Callable[[Any, Tensor], Tensor]) -> Loss:
     return loss
 
 
-def _dropped(net: Any, x: Tensor) -> Tensor:
+def _dropped(net: Any, x: Tensor) -> Any:
     return functional.dropout(functional.relu(net.first(functional.dropout(x, 0.2))), 0.3)
 
 
-def _flattened(net: Any, x: Tensor) -> Tensor:
+def _flattened(net: Any, x: Tensor) -> Any:
     """Drop tokens that are flattened into the batch: (samples × tokens, width)."""
     return functional.dropout(net.first(x.flatten(0, 1)), 0.3).view_as(x)
 
 
-def _joined(net: Any, x: Tensor) -> Tensor:
+def _joined(net: Any, x: Tensor) -> Any:
     """Drop two views of each sample, which are joined along the batch, as contrastive losses have them."""
     views = torch.cat([x, x + 0.1 * torch.randn_like(x)])
     first, second = functional.dropout(functional.dropout(net.first(views), 0.3).flatten(0, 1), 0.2).chunk(2)
     return (first * second).view_as(x)
 
 
-def _attended(net: Any, x: Tensor) -> Tensor:
+def _attended(net: Any, x: Tensor) -> Any:
     heads = net.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
     return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).transpose(1, 2).flatten(2)
 
 
-def _own_attention(net: Any, x: Tensor) -> Tensor:
+def _own_attention(net: Any, x: Tensor) -> Any:
     """Attend with batch and heads flattened: (samples × heads, tokens, tokens)."""
     heads = net.first(x).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
     weights = functional.dropout((heads @ heads.mT).softmax(-1), 0.3)
     return (weights @ heads).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
 
 
-def _multi_head(net: Any, x: Tensor) -> Tensor:
+def _multi_head(net: Any, x: Tensor) -> Any:
     with_weights, _ = net.parts["attention"](x, x, x, need_weights=True)
     without, _ = net.parts["attention"](x, x, x, need_weights=False)
     return with_weights + without
 
 
-def _sequence_first(net: Any, x: Tensor) -> Tensor:
+def _sequence_first(net: Any, x: Tensor) -> Any:
     return net.parts["layer"](x.transpose(0, 1)).transpose(0, 1)
 
 
-def _checkpointed(use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
-    def run(net: Any, x: Tensor) -> Tensor:
-        def part(x: Tensor) -> Tensor:
-            output: Tensor = net.parts["layer"](x) + 0.1 * torch.randn_like(x)
+def _checkpointed(use_reentrant: bool) -> Callable[[Any, Tensor], Any]:
+    def run(net: Any, x: Tensor) -> Any:
+        def part(x: Tensor) -> Any:
+            output = net.parts["layer"](x) + 0.1 * torch.randn_like(x)
             output = 0.7 * output + 0.3 * output[torch.randperm(len(x))]
             return net.parts["recurrent"](output)[0]
 
@@ -94,7 +94,7 @@ def _checkpointed(use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     return run
 
 
-def _noised(net: Any, x: Tensor) -> Tensor:
+def _noised(net: Any, x: Tensor) -> Any:
     """Draw by every family of operators, per sample and for all samples."""
     size, hidden = len(x), net.first(x)
     mean, deviation, rate = hidden, hidden.detach().abs() + 0.1, hidden.detach().sigmoid()
@@ -108,7 +108,9 @@ def _noised(net: Any, x: Tensor) -> Tensor:
     hidden = hidden + torch.poisson(rate * 3) + torch.binomial(torch.full_like(rate, 4), rate)
     hidden = hidden + torch.distributions.Gamma(rate + 1, rate + 0.5).sample() * 0.1
     hidden = hidden + torch.distributions.Dirichlet(rate + 0.5).sample()
-    hidden = hidden + torch.multinomial(rate[:, 0], 2)[:, :1, None] + torch.multinomial(rate[:, 1], 3, True)[:, 2:, None]
+    hidden = (
+        hidden + torch.multinomial(rate[:, 0], 2)[:, :1, None] + torch.multinomial(rate[:, 1], 3, True)[:, 2:, None]
+    )
     hidden = hidden + torch.multinomial(torch.tensor([1.0, 2.0]), size, replacement=True)[:, None, None]
     hidden = hidden + torch.randint(0, 9, (size,))[:, None, None] + torch.randint_like(x, 4) + torch.randint(3, ())
     hidden = hidden + torch.empty(size, 1, 1, dtype=torch.long).random_(5) + torch.empty_like(x).geometric_(0.5) * 0.1
@@ -116,6 +118,7 @@ def _noised(net: Any, x: Tensor) -> Tensor:
     hidden = hidden + functional.alpha_dropout(hidden, 0.1, training=True)
     hidden = hidden + functional.dropout1d(hidden, 0.2) + functional.feature_alpha_dropout(hidden, 0.2, training=True)
     hidden = hidden * (torch.rand(TOKENS, 1) < 0.9) + torch.randn(7)[torch.randperm(7)[0]]
+    hidden = functional.layer_norm(hidden, (WIDTH,))  # some draws are large
     return hidden + random.random() + np.random.rand() + torch.randn_like(net.head.weight)[0]
 
 

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,11 +30,12 @@ from ..world.random_state import Generators, seed_all
 from ..world.world import World
 from .layout import Layout, Share
 from .mixing import Permutations
-from .random_operators import Draw
+from .random_operators import Draw, user_line
 
 _PURPOSE = 9  # no other seeds of a run have this number
 _RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _ATTENTION: set[Any] = {functional.multi_head_attention_forward, functional.scaled_dot_product_attention}
+_SPECIAL = _RECURRENT | _ATTENTION | {torch.randperm}
 _JOINS: set[Any] = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
 _BACKWARD: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
@@ -48,7 +48,7 @@ class GlobalDraws:
         self._own: Generators | None = None  # this rank's own streams, while its generators are seeded alike
         self._share = Share(0, 1, 1)
         self._number = 0
-        self._modes = (_Operators(self), _Functions(self))
+        self._operators, self._functions = _Operators(self), _Functions(self)
         self._permutations = Permutations(world)
         self._call: tuple[Any, tuple[Any, ...]] = (None, ())  # the outermost call under way of a torch function
         self._stated: tuple[int | None] | None = None  # the samples' dimension, by `along`
@@ -69,7 +69,7 @@ class GlobalDraws:
         devices = (self._world.device,)
         if self._own is None:
             self._own = Generators.now(devices)
-            for mode in self._modes:
+            for mode in (self._operators, self._functions):
                 if not any(active is mode for active in _torch.mode_stack(mode)):
                     mode.__enter__()  # type: ignore[no-untyped-call]
         self._number = number
@@ -89,7 +89,7 @@ class GlobalDraws:
             return
         self._own.put_back((self._world.device,))
         self._own = None
-        for mode in reversed(self._modes):
+        for mode in (self._functions, self._operators):
             stack = _torch.mode_stack(mode)
             if stack and stack[-1] is mode:  # below a mode of the user's, ours stays, and does nothing
                 mode.__exit__(None, None, None)
@@ -119,29 +119,36 @@ class GlobalDraws:
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a random operator. Raises `RequestError` where it cannot be drawn for all ranks."""
         draw = Draw(func, args, kwargs)
-        if not draw.is_random:
-            return func(*args, **kwargs)
         if (generator := draw.arguments.get("generator")) is not None:
             self._generators[id(generator)] = generator
+        if not draw.is_random or func.name().startswith("aten::randperm"):
+            return func(*args, **kwargs)
+        if draw.is_fused:
+            raise RequestError(f"draws='global' cannot draw alike on all ranks within {func}, a fused operator.")
         return draw.run(self._layout(draw), self._share, self._world)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and remember it for the draws within."""
-        if self._permutations and self._permutations.is_used_by(args, kwargs):
-            return self._permutations.call(func, args, kwargs, self._share)
-        is_stated_alike = self._stated == (None,)
-        if func is torch.randperm and args == (self._share.rows,) and not self._is_alone and not is_stated_alike:
-            return self._permutations.draw(self._share, kwargs)
+        permutations = self._permutations
+        if permutations.known and permutations.is_used_by(args, kwargs):
+            return permutations.call(func, args, kwargs, self._share)
         before, self._call = self._call, (func, args)
         try:
-            with ExitStack() as stack:
-                if not is_stated_alike and func in _ATTENTION:
-                    self._enter_attention(stack, func, args, kwargs)
-                elif not is_stated_alike and func in _RECURRENT:
-                    self._enter_recurrent(stack, args)
-                return func(*args, **kwargs)
+            return self._call_special(func, args, kwargs) if func in _SPECIAL else func(*args, **kwargs)
         finally:
             self._call = before
+
+    def _call_special(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stated == (None,):
+            return func(*args, **kwargs)
+        if func is torch.randperm and args == (self._share.rows,) and not self._is_alone:
+            return self._permutations.draw(self._share, kwargs)
+        with ExitStack() as stack:
+            if func in _ATTENTION:
+                self._enter_attention(stack, func, args, kwargs)
+            elif func in _RECURRENT:
+                self._enter_recurrent(stack, args)
+            return func(*args, **kwargs)
 
     def _enter_attention(self, stack: ExitStack, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have attention draw its dropout in an operator, with the samples first."""
@@ -172,7 +179,8 @@ class GlobalDraws:
 
         A first dimension of this rank's number of samples is theirs, and otherwise a second one of three or more. A
         multiple of that number is taken for flattened samples in dropout, attention, and draws for a tensor with a
-        graph. Where a shape can be read in several ways, an earlier draw decides; without one it is refused.
+        graph. Where a shape can be read in several ways, an earlier draw of the same line decides; without one it is
+        refused.
         """
         shape, share = draw.shape, self._share
         function, arguments = self._call
@@ -183,7 +191,8 @@ class GlobalDraws:
         second = Layout(1, (1,)) if len(shape) > 2 and shape[1] == share.rows else None
         if self._stated is not None:
             return self._stated_layout(shape, draw)
-        readings = {layout: _reading(draw, layout) for layout in (None, flat, second)}
+        place = user_line()
+        readings = {layout: (*place, *_reading(draw, layout)) for layout in (None, flat, second)}
         known = [layout for layout, reading in readings.items() if reading in self._known]
         is_flat = "dropout" in getattr(function, "__name__", "") or getattr(subject, "grad_fn", None) is not None
         if len(known) == 1 or len(readings) == 1:
@@ -230,16 +239,19 @@ class _Operators(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes random operators to `draws`."""
 
     def __init__(self, draws: GlobalDraws) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
+        self._is_random: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draws, kwargs = self._draws, kwargs or {}
-        if draws.is_active:
-            if _is_random(func):
-                return draws.draw(func, args, kwargs)
-            if func in _JOINS:
-                draws.note_joined(*args, **kwargs)
+        kwargs = kwargs or {}
+        is_random = self._is_random.get(func)
+        if is_random is None:
+            is_random = self._is_random[func] = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and self._draws.is_active:
+            return self._draws.draw(func, args, kwargs)
+        if func in _JOINS and self._draws.is_active:
+            self._draws.note_joined(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -266,11 +278,6 @@ class _Functions(TorchFunctionMode):
         kwargs = {name: _edges(value) if name == "inputs" else value for name, value in kwargs.items()}
         with self:
             return func(*args, **kwargs)
-
-
-@cache
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _reading(draw: Draw, layout: Layout | None) -> tuple[Any, ...]:

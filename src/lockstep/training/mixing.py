@@ -26,22 +26,19 @@ class Permutations:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._known: list[weakref.ref[Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._known)
+        self.known: list[weakref.ref[Tensor]] = []
 
     def __contains__(self, value: object) -> bool:
-        return any(known() is value for known in self._known)
+        return any(known() is value for known in self.known)
 
     def clear(self) -> None:
         """Forget all permutations."""
-        self._known.clear()
+        self.known.clear()
 
     def draw(self, share: Share, kwargs: dict[str, Any]) -> Tensor:
         """Return the share's rows of a permutation of all samples."""
         permutation = BY_SAMPLE.take(torch.randperm(share.total, **kwargs), share)
-        self._known.append(weakref.ref(permutation))
+        self.known.append(weakref.ref(permutation))
         return permutation
 
     def is_used_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -61,7 +58,7 @@ class Permutations:
             return func(*args, **kwargs)
         if name in _MOVES and args[0] in self:
             moved: Tensor = func(*args, **kwargs)
-            self._known.append(weakref.ref(moved))
+            self.known.append(weakref.ref(moved))
             return moved
         tensor, permutation, others = self._indexed(name, args, kwargs)
         if (

@@ -6,20 +6,25 @@ operator's schema: for draws that are functional, in place, `_like`, into `out=`
 
 from __future__ import annotations
 
-from functools import cache
+import inspect
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _torch
-from ..errors import RequestError
+from ..monitor import failures
 from ..world.world import World
 from .layout import Layout, Share
 
 _aten = torch.ops.aten
 _VALUES_CONSUME = {"aten::poisson", "aten::_standard_gamma", "aten::binomial", "aten::_sample_dirichlet"}
 """Operators whose use of the generator depends on their arguments' values: they need those of all ranks."""
+
+_PACKAGE = str(Path(__file__).parents[1])
+_RATES = {"dropout_p", "dropout"}
 
 
 class _Signature(NamedTuple):
@@ -45,21 +50,27 @@ class Draw:
         """The argument that gives the shape; "" where the tensors do."""
         if self._signature.operator == "aten::multinomial" and self.arguments["self"].dim() == 1:
             self._size = "num_samples"  # of one distribution
+        self.is_sized = self._size != ""
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is drawn."""
         size = self.arguments.get(self._size)
         if size is None:
             shapes = [tensor.shape for tensor in self._inputs.values()]
-            size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-        self.shape: tuple[int, ...] = (size,) if isinstance(size, int) else tuple(size)
-        self.is_sized = self._size != ""
+            size = shapes[0] if len(shapes) == 1 else torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        return (size,) if isinstance(size, int) else tuple(size)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the operator computes something, and draws within it."""
+        return not _RATES.isdisjoint(self._signature.names)
 
     @property
     def is_random(self) -> bool:
-        """Whether the call draws. Raises `RequestError` for a fused operator that does."""
-        rates = {"dropout_p", "dropout"} & self.arguments.keys()
-        is_training = self.arguments.get("train") is not False
-        if is_training and any(self.arguments[rate] for rate in rates):
-            raise RequestError(f"draws='global' cannot draw alike on all ranks within {self.func}, a fused operator.")
-        return is_training and not rates and self._signature.operator != "aten::randperm"
+        """Whether the call draws: a fused operator does not without dropout."""
+        drops = not self.is_fused or any(self.arguments.get(name) for name in _RATES)
+        return drops and self.arguments.get("train") is not False
 
     def run(self, layout: Layout | None, share: Share, world: World) -> Any:
         """Draw for the global micro-batch, and return the share's rows. Without `layout`, all ranks draw alike."""
@@ -107,6 +118,19 @@ class Draw:
         mask = torch.empty_like(values, dtype=torch.bool, memory_format=torch.contiguous_format)
         mask = Draw(_aten.bernoulli_.float, (mask, 1 - rate), {}).run(layout, share, world)
         return values * mask * (0.0 if rate == 1 else 1 / (1 - rate)), mask
+
+
+def user_line() -> tuple[str, int]:
+    """Return file and line of the user's innermost frame; ("", 0) for none."""
+    frame = inspect.currentframe()
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<")) or failures.is_library(file)
 
 
 @cache
