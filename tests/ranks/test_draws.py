@@ -40,10 +40,12 @@ def train(world: World, name: str, batches: list[list[int]]) -> Trained:
     for number, sizes in enumerate(batches):
         start, size, total = share_of(world, sizes)
         draws.begin(start, size, total, number)
-        loss = loss_of(name, model, start, size, total)
-        loss.backward()
-        draws.check()
-        draws.end()
+        try:
+            loss = loss_of(name, model, start, size, total)
+            loss.backward()
+            draws.check()
+        finally:
+            draws.end()
         losses.append(world.sum(loss.detach()).item())
     assert torch.equal(torch.get_rng_state(), before), "the rank's own stream"
     return losses, gradients(world, model)
@@ -52,14 +54,16 @@ def train(world: World, name: str, batches: list[list[int]]) -> Trained:
 def train_later(world: World, name: str, batches: list[list[int]]) -> Trained:
     """As `train`, with all forward passes before the backward passes."""
     draws, losses, model = GlobalDraws(world, seed=5), [], model_of(name)
-    for number, sizes in enumerate(batches):
-        share = share_of(world, sizes)
-        draws.begin(*share, number)
-        losses.append((loss_of(name, model, *share), share))
-    for loss, share in losses:
-        draws.resume_share(*share)
-        loss.backward()
-    draws.end()
+    try:
+        for number, sizes in enumerate(batches):
+            share = share_of(world, sizes)
+            draws.begin(*share, number)
+            losses.append((loss_of(name, model, *share), share))
+        for loss, share in losses:
+            draws.resume_share(*share)
+            loss.backward()
+    finally:
+        draws.end()
     return [world.sum(loss.detach()).item() for loss, _ in losses], gradients(world, model)
 
 
@@ -94,6 +98,12 @@ def test_ranks_draw_as_one_device(pool: RankPool, name: str) -> None:
         assert min(abs(loss) for loss in alone[0]) > 1e-3
         for trained in pool.run(len(batches[0]), train, name, batches):
             assert gap(alone, trained) < LAW, batches
+
+
+@pytest.mark.parametrize("name", ["recurrent", "multi-head", "attention", "transformer"])
+def test_attention_and_recurrent_nets_have_their_samples_in_one_place(pool: RankPool, name: str) -> None:
+    batches = [[TOKENS, TOKENS], [1, 1]]
+    assert gap(train(World.alone(), name, batches), pool.run(2, train, name, batches)[0]) < LAW
 
 
 @pytest.mark.parametrize("name", ["mixup", "checkpoint", "reentrant checkpoint"])

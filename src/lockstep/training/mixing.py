@@ -26,19 +26,19 @@ class Permutations:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.known: list[weakref.ref[Tensor]] = []
+        self.references: list[weakref.ref[Tensor]] = []
 
     def __contains__(self, value: object) -> bool:
-        return any(known() is value for known in self.known)
+        return any(reference() is value for reference in self.references)
 
     def clear(self) -> None:
         """Forget all permutations."""
-        self.known.clear()
+        self.references.clear()
 
     def draw(self, share: Share, kwargs: dict[str, Any]) -> Tensor:
         """Return the share's rows of a permutation of all samples."""
         permutation = BY_SAMPLE.take(torch.randperm(share.total, **kwargs), share)
-        self.known.append(weakref.ref(permutation))
+        self.references.append(weakref.ref(permutation))
         return permutation
 
     def is_used_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -58,9 +58,9 @@ class Permutations:
             return func(*args, **kwargs)
         if name in _MOVES and args[0] in self:
             moved: Tensor = func(*args, **kwargs)
-            self.known.append(weakref.ref(moved))
+            self.references.append(weakref.ref(moved))
             return moved
-        tensor, permutation, others = self._indexed(name, args, kwargs)
+        tensor, permutation, rest = self._indexed(name, args, kwargs)
         if (
             permutation not in self
             or not isinstance(tensor, Tensor)
@@ -72,7 +72,7 @@ class Permutations:
                 f"which can only index the first dimension of a tensor of this rank's {share.rows} samples, as in "
                 "x[perm] or x.index_select(0, perm); draw any other permutation within along(None)."
             )
-        part = tensor[(slice(None), *others)] if others else tensor
+        part = tensor[(slice(None), *rest)] if rest else tensor
         indices = permutation.to(part.device, copy=True)  # no permutation: the backward pass uses it otherwise
         return _Mixed.apply(part, indices, share, self._world)
 
@@ -80,9 +80,9 @@ class Permutations:
         """Return tensor, first index and further indices of a call; None for the index of any other function."""
         if name == "__getitem__":
             tensor, index = args
-            first, *others = index if isinstance(index, tuple) else (index,)
-            if not any(isinstance(other, Tensor | list) for other in others):
-                return tensor, first, tuple(others)
+            first, *rest = index if isinstance(index, tuple) else (index,)
+            if not any(isinstance(part, Tensor | list) for part in rest):
+                return tensor, first, tuple(rest)
         elif name in ("index_select", "take"):
             names = ("input", "dim", "index") if name == "index_select" else ("input", "index")
             arguments = dict(zip(names, args, strict=False))
@@ -108,5 +108,5 @@ class _Mixed(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         share: Share = ctx.share
         full = gradient.new_zeros((share.total, *gradient.shape[1:])).index_add_(0, indices, gradient.contiguous())
-        own = BY_SAMPLE.take(ctx.world.sum_(full), share)
-        return own if share.size else torch.zeros_like(own), None, None, None
+        gradients = BY_SAMPLE.take(ctx.world.sum_(full), share)
+        return gradients if share.size else torch.zeros_like(gradients), None, None, None
