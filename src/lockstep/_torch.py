@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, and of users' own
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a module that is not
 
 if TYPE_CHECKING:  # torch.distributed has them in public, unseen by type checkers
@@ -189,3 +191,12 @@ class _Plain(pickle.Unpickler):
         if (module, name) not in self._KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def mode_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Sequence[Any]:
+    """Return the active modes of this kind, the innermost last."""
+    stack: Any = overrides._get_current_function_mode_stack
+    if isinstance(mode, TorchDispatchMode):
+        stack = _python_dispatch._get_current_dispatch_mode_stack
+    modes: Sequence[Any] = stack()
+    return modes

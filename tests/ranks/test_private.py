@@ -3,7 +3,8 @@
 Of the others: replicas in threads and compiled ones in
 unit/test_strategies, a start without torch's compiler in unit/test_cli, hooks on a step in unit/test_session,
 BatchNorms of users' own in unit/test_sync_batchnorm, what draws within operators, and their arguments, in
-ranks/test_gradients, a cluster of Ray's that listens on loopback alone in real/test_ray.
+ranks/test_gradients, the stack of modes in unit/test_draws, a cluster of Ray's that listens on loopback alone in
+real/test_ray.
 """
 
 from __future__ import annotations

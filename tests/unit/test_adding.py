@@ -14,9 +14,9 @@ from lockstep.config.options import override, recipe
 from lockstep.config.registry import KINDS, LAUNCHERS, Kind, Launcher
 from lockstep.data.sets import DATA_SETS, Entry
 from lockstep.data.source import Request, Splits
+from lockstep.exchange.base import Exchange
 from lockstep.launchers import start
 from lockstep.launchers.plan import LaunchPlan
-from lockstep.exchange.base import Exchange
 from lockstep.world.world import World
 
 started: list[str] = []

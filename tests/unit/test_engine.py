@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from lockstep import checkpoint
 from lockstep.checkpoint.state import State
@@ -21,7 +20,6 @@ from lockstep.errors import Stopped
 from lockstep.record.base import Nothing
 from lockstep.steps.job import assemble
 from lockstep.steps.meter import Meter
-from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
 from ..curves import Losses

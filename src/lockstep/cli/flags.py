@@ -63,10 +63,6 @@ _GONE = {"find-unused": "parameters without a gradient are found in any case; le
 """Flags of earlier versions, and what to do instead."""
 
 
-_GONE = {"find-unused": "parameters without a gradient are found in any case; leave it out"}
-"""Flags of earlier versions, and what to do instead."""
-
-
 def check_read(given: Iterable[str], config: RunConfig) -> None:
     """Raise `RequestError` for the first flag without effect in `config`. `given` are flags without dashes.
 
@@ -145,8 +141,6 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for flag in flags:
         if (leaf := known.get(flag.name)) is None:
-            if gone := _GONE.get(flag.name.removeprefix("no-")):
-                raise RequestError(f"{flag.text} is gone: {gone}.")
             if gone := _GONE.get(flag.name.removeprefix("no-")):
                 raise RequestError(f"{flag.text} is gone: {gone}.")
             raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
