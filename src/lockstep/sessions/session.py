@@ -45,6 +45,8 @@ from ..record.telemetry import SAMPLED
 from ..runs.run import Opened
 from ..steps.loop import Loop
 from ..steps.prepared import Prepared, Source
+from ..training.draw_watch import DrawWatch
+from ..training.draws import GlobalDraws
 from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World
@@ -58,6 +60,8 @@ _TAKEN = (
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """Names that records have of their own."""
+_CHECKED = 3  # first steps after which the ranks' generators are compared
+_CHECKED_EVERY = 50  # steps, from then on
 _EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
 
 
@@ -104,6 +108,10 @@ class Session:
         self._first_step: FirstStep | None = None
         scaler = self.precision.scaler
         self._unscale = None if scaler is None else lambda: self.precision.unscale(self.prepared.optimizers)
+        is_global, seed = ours.config.batch.draws == "global", ours.config.seed
+        self._draws = GlobalDraws(world, seed) if is_global else None
+        self._draw_watch = DrawWatch(world) if world.size > 1 and not is_global else None
+        self._is_watching = False
         self._before = {id(module) for module in _modules_so_far()} if prepared is None else set()
         if prepared is None:
             seed_weights(config.seed)
@@ -219,8 +227,11 @@ class Session:
 
     def _see(self, values: Any) -> None:
         if self._evaluating is None:
+            before = self._shares.current
             self._shares.see(values)
-            self._stand_in()
+            if self._shares.current is not before:
+                self._stand_in()
+                self._resume_share()
 
     def _stand_in(self) -> None:
         current = self._shares.current
@@ -297,6 +308,7 @@ class Session:
         self.loop.finish()
 
     def _end_epoch(self) -> None:
+        self._end_draws()
         self._shares.leave()
         self.exchange.meet(Header(base.END_EPOCH, self.step))
         self.loop.end_epoch(pending=self._has_gradients)
@@ -325,6 +337,7 @@ class Session:
                 self._settle()
                 if counts and loop.is_done and not loop.is_finished:  # --max-steps
                     break
+                self._end_draws()  # those of the data follow from (seed, epoch, sample)
                 progress.enter("data")
                 begun_s = time.perf_counter()
                 micro = next(micros, None)
@@ -339,11 +352,13 @@ class Session:
                 if counts or self._shares.current is None or not self._shares.current.counts:
                     self._shares.hand_out(handed, micro.batch)
                     self._stand_in()
+                    self._begin_draws(handed)
                 box = [micro.batch]
                 del micro  # nothing here keeps a batch alive
                 yield box.pop()
             self._shares.leave()
             self._stand_in()
+            self._end_draws()
             if counts and loop.has_begun and not loop.is_finished:
                 self._compare_data()
                 if not self._in_epochs and self.step > steps:
@@ -354,6 +369,32 @@ class Session:
             micros.close()  # with workers that read ahead
             if not loop.has_begun:  # a look at the data, whose values are of no step
                 loop.meter.pending.values.clear()
+
+    def _begin_draws(self, handed: Handed) -> None:
+        """Make the draws of the code that follows those of one device, or, in the first step, watch them."""
+        share, epoch = handed.share, self.loop.position.epochs
+        if self._draws is not None:
+            number = ((epoch << 16 | handed.place) << 40) + (share.step << 8) + share.micro
+            self._draws.begin(share.row, share.size, share.rows, number)
+        elif self._draw_watch is not None and not self._is_watching and handed.counts and self.loop.has_begun:
+            self._is_watching = True
+            self._draw_watch.begin()
+
+    def _resume_share(self) -> None:
+        if self._draws is not None and self._draws.is_active and self._shares.current is not None:
+            share = self._shares.current.share
+            self._draws.resume_share(share.row, share.size, share.rows)
+
+    def _end_draws(self) -> None:
+        if self._draws is not None:
+            self._draws.end()
+
+    def along(self, dimension: int | None) -> contextlib.AbstractContextManager[None]:
+        """Return a context that says where draws have their samples: along `dimension`, or nowhere (None).
+
+        Under `draws="global"`, for draws whose shape does not tell. Without effect otherwise.
+        """
+        return contextlib.nullcontext() if self._draws is None else self._draws.along(dimension)
 
     def _settle(self) -> None:
         """End the global batch that was trained on last, if it is complete, and count its step (*collective*)."""
@@ -380,6 +421,12 @@ class Session:
                 if self._first_step is not None:
                     for caution in self._first_step.cautions():
                         self._warn(caution)
+            if self._draw_watch is not None and self._is_watching:
+                if drawn := self._draw_watch.end():
+                    self._warn(drawn)
+                self._draw_watch = None
+            if self._draws is not None and (self.step <= _CHECKED or self.step % _CHECKED_EVERY == 0):
+                self._draws.check()
             loop.end_step()
         elif self._has_gradients and not self.prepared.optimizers:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
@@ -419,6 +466,7 @@ class Session:
                 "one of its own: give it model, optimizer and loader."
             )
         handed = self._shares.take(batch)
+        self._resume_share()
         if handed is not None and not handed.counts:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "
@@ -540,6 +588,7 @@ class Session:
             self._evaluated[raw] = self._shared(raw, evaluates=True)
         shared, evaluated = self._evaluated[raw], 0
         self._settle()
+        self._end_draws()
         self.exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
         before = self._evaluating
         if loop.has_begun:
@@ -688,6 +737,7 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
+        self._end_draws()
         try:
             if error is None:
                 self._settle()
