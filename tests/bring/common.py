@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,13 @@ def descend(session: Any, optimizer: Any, loss: Tensor, **options: Any) -> None:
     session.backward(loss, **options)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def limited(batches: Iterable[Any], limit: int = 60) -> Iterator[Any]:
+    """Yield batches without end, but no more than any right loop takes."""
+    for number, batch in enumerate(batches):
+        assert number < limit, "the loop has no end"
+        yield batch
 
 
 def checksum(*models: nn.Module) -> float:

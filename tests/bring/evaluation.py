@@ -285,5 +285,3 @@ def no_loader(session: Any, how: str) -> Numbers:
     for _ in session.epochs(3):
         descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
-
-

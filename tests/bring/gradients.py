@@ -226,7 +226,8 @@ class Spectral(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x) * self.weight
         spectrum = spectrum * self.shift if self.has_buffer else spectrum
-        return torch.fft.irfft(spectrum, n=8) + self.bias
+        output: Tensor = torch.fft.irfft(spectrum, n=8) + self.bias
+        return output
 
 
 @loop("parameter", "buffer")

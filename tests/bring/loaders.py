@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
-from .common import FEATURES, arrays, checksum, descend, error, mlp, regression, seeded, trio
+from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, trio
 
 Pair = tuple[Tensor, Tensor]
 
@@ -178,7 +178,8 @@ class Measured(Stream):
         return 23
 
 
-@loop("plain", "endless", quick=True)
+@loop("plain", quick=True)
+@loop("endless", resumed=RIGHT | REFUSED)
 @loop("with-length", "drop-last")
 @loop("counted", "counted-with-length", "grows", resumed=RIGHT | TOLD | REFUSED)
 @loop("worker", outcome=RIGHT | REFUSED)
@@ -188,7 +189,7 @@ def streams(session: Any, how: str) -> Numbers:
     options = {"num_workers": 1} if how == "worker" else {"drop_last": how == "drop-last"}
     model, optimizer, loader = trio(session, data=stream, **options)
     if how == "endless":
-        for x, y in loader:
+        for x, y in limited(loader):
             descend(session, optimizer, error(model, x, y))
             if session.step == 9:
                 break
@@ -424,7 +425,9 @@ class Augmented(Dataset[Pair]):
 @loop("worker", "persistent", has_plain=False)
 def augmentation(session: Any, how: str) -> Numbers:
     """Draw noise for each sample, here or in data workers."""
-    options = {"num_workers": 1, "persistent_workers": how == "persistent"} if how in ("worker", "persistent") else {}
+    options: Any = (
+        {"num_workers": 1, "persistent_workers": how == "persistent"} if how in ("worker", "persistent") else {}
+    )
     model, optimizer, loader = trio(session, data=Augmented(), shuffle=how == "shuffled", **options)
     for _ in session.epochs(2):
         for x, y in loader:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from .catalogue import RIGHT, REFUSED, SKIPPED, TOLD, Numbers, loop
+from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, mlp, regression, seeded, trio
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, mlp, regression, seeded, trio
 
 
-def train(session: Any, model: Any, optimizer: Any, loader: Any, epochs: int = 2) -> Numbers:
+def train(session: Any, trained: Any, epochs: int = 2) -> Numbers:
+    model, optimizer, loader = trained
     for _ in session.epochs(epochs):
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
@@ -97,7 +99,7 @@ class Centred(nn.Module):
 @loop("assigned", outcome=RIGHT | TOLD | REFUSED, alone=RIGHT | TOLD, resumed=RIGHT)
 def running_centre(session: Any, how: str) -> Numbers:
     """Update a buffer by the share's mean in forward passes."""
-    return train(session, *trio(session, lambda: Centred(how)))
+    return train(session, trio(session, lambda: Centred(how)))
 
 
 class Counting(nn.Module):
@@ -123,14 +125,14 @@ class Counting(nn.Module):
 @loop("attribute", accumulated=RIGHT | TOLD, resumed=RIGHT | TOLD | REFUSED)
 def forward_counter(session: Any, how: str) -> Numbers:
     """Anneal by the number of forward passes."""
-    return train(session, *trio(session, lambda: Counting(how)))
+    return train(session, trio(session, lambda: Counting(how)))
 
 
 class Transposed(nn.Linear):
     """A layer that saves its weight transposed."""
 
-    def __init__(self, *shape: int) -> None:
-        super().__init__(*shape)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         self.register_state_dict_post_hook(self._swap)
         self.register_load_state_dict_pre_hook(self._swap_back)
 
@@ -212,14 +214,14 @@ def saved_in_another_form(session: Any, how: str) -> Numbers:
         "grows": Growing,
         "non-persistent": temporary,
     }
-    return train(session, *trio(session, makers[how]), epochs=3)
+    return train(session, trio(session, makers[how]), epochs=3)
 
 
 class Scaled(nn.Linear):
     """A layer that keeps a number beside its tensors."""
 
-    def __init__(self, *shape: int, how: str) -> None:
-        super().__init__(*shape)
+    def __init__(self, inputs: int, outputs: int, how: str) -> None:
+        super().__init__(inputs, outputs)
         self.scale, self.how = 1.0, how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -242,7 +244,7 @@ class Scaled(nn.Linear):
 def extra_state(session: Any, how: str) -> Numbers:
     """Save state by `get_extra_state`."""
     trained = trio(session, lambda: nn.Sequential(Scaled(FEATURES, 4, how=how), nn.Tanh(), nn.Linear(4, 1)))
-    return [*train(session, *trained, epochs=3), trained[0][0].scale]
+    return [*train(session, trained, epochs=3), trained[0][0].scale]
 
 
 class Task(nn.Module):
@@ -373,7 +375,7 @@ def lazy_layers(session: Any, how: str) -> Numbers:
         model(arrays()[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(regression(), batch_size=6))
-    return train(session, model, optimizer, loader)
+    return train(session, (model, optimizer, loader))
 
 
 @loop("functional-call", "vmap", "jit")
@@ -387,7 +389,8 @@ def functional_model(session: Any, how: str) -> Numbers:
             if how == "functional-call":
                 output = torch.func.functional_call(model, weights, (x,))
             elif how == "vmap":
-                output = torch.func.vmap(lambda row: torch.func.functional_call(model, weights, (row,)))(x)
+                call = partial(torch.func.functional_call, model, weights)
+                output = torch.func.vmap(lambda row, call=call: call((row,)))(x)
             else:
                 output = traced(x)
             descend(session, optimizer, functional.mse_loss(output, y))
@@ -461,4 +464,4 @@ def unprepared_model(session: Any, how: str) -> Numbers:
         _, loader = session.prepare(nn.Flatten(), loader)
     else:
         _, optimizer, loader = session.prepare(seeded(mlp), optimizer, loader)
-    return train(session, model, optimizer, loader)
+    return train(session, (model, optimizer, loader))

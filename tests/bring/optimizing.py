@@ -209,12 +209,14 @@ class Grafted(Optimizer):
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
-        self.state["all"] = {"count": 0, "sizes": [0.0]}
+        state: Any = self.state
+        state["all"] = {"count": 0, "sizes": [0.0]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step with a rate that falls with the count."""
-        shared = self.state["all"]
+        state: Any = self.state
+        shared = state["all"]
         shared["count"] += 1
         for group in self.param_groups:
             for weight in group["params"]:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
 from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
-from .common import FEATURES, arrays, checksum, descend, error, regression, trio
+from .common import FEATURES, arrays, checksum, descend, error, limited, regression, trio
 
 
 @loop("two", quick=True)
@@ -32,7 +32,7 @@ def passes(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step, samples]
 
 
-@loop(accumulated=SKIPPED)
+@loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED)
 @loop("epochs", accumulated=SKIPPED)
 def next_batch(session: Any, how: str) -> Numbers:
     """Take batches by `next`, and begin again at the end."""
@@ -49,20 +49,23 @@ def next_batch(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(quick=True)
-@loop("shuffled", has_plain=False)
+@loop(quick=True, resumed=RIGHT | REFUSED)
+@loop("shuffled", has_plain=False, resumed=RIGHT | REFUSED)
 def by_steps(session: Any, how: str) -> Numbers:
     """Train for a number of steps, not of epochs."""
     model, optimizer, loader = trio(session, shuffle=how == "shuffled")
     while session.step < 10:
+        is_empty = True
         for x, y in loader:
+            is_empty = False
             descend(session, optimizer, error(model, x, y))
             if session.step == 10:
                 break
+        assert not is_empty, "a pass without a batch"
     return [checksum(model), session.step]
 
 
-@loop(accumulated=SKIPPED)
+@loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED)
 def fresh_iterator(session: Any, how: str) -> Numbers:
     """Take the first batch of a fresh iterator in each step: overfit one batch."""
     model, optimizer, loader = trio(session)
@@ -72,7 +75,7 @@ def fresh_iterator(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(accumulated=RIGHT | REFUSED, quick=True)
+@loop(accumulated=RIGHT | REFUSED, resumed=RIGHT | REFUSED, quick=True)
 def overfit_kept_batch(session: Any, how: str) -> Numbers:
     """Train on one batch for several steps."""
     model, optimizer, loader = trio(session)
@@ -96,11 +99,11 @@ def sanity_look(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop()
+@loop(resumed=RIGHT | REFUSED)
 def cycle(session: Any, how: str) -> Numbers:
     """Repeat the first pass's batches for ever."""
     model, optimizer, loader = trio(session)
-    for x, y in itertools.cycle(loader):
+    for x, y in limited(itertools.cycle(loader)):
         descend(session, optimizer, error(model, x, y))
         if session.step == 10:
             break
@@ -109,22 +112,26 @@ def cycle(session: Any, how: str) -> Numbers:
 
 def forever(loader: Iterable[Any]) -> Iterator[Any]:
     while True:
-        yield from loader
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        assert not is_empty, "a pass without a batch"
 
 
-@loop()
-@loop("shuffled", has_plain=False)
+@loop(resumed=RIGHT | REFUSED)
+@loop("shuffled", has_plain=False, resumed=RIGHT | REFUSED)
 def endless_generator(session: Any, how: str) -> Numbers:
     """Wrap the loader in a generator without end, as many scripts do."""
     model, optimizer, loader = trio(session, shuffle=how == "shuffled")
-    batches = forever(loader)
+    batches = limited(forever(loader))
     while session.step < 11:
         x, y = next(batches)
         descend(session, optimizer, error(model, x, y))
     return [checksum(model), session.step]
 
 
-@loop(quick=True)
+@loop(quick=True, resumed=RIGHT | REFUSED)
 def chain(session: Any, how: str) -> Numbers:
     model, optimizer, loader = trio(session)
     for x, y in itertools.chain(loader, loader):
@@ -236,7 +243,7 @@ def progress_bar(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step, len(loader)]
 
 
-@loop("two", accumulated=SKIPPED, quick=True)
+@loop("two", accumulated=SKIPPED, resumed=RIGHT | TOLD | REFUSED, quick=True)
 @loop("first", accumulated=SKIPPED)
 def enumerate_break(session: Any, how: str) -> Numbers:
     """Leave an epoch after some batches, as `limit_train_batches` does."""
@@ -249,7 +256,7 @@ def enumerate_break(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(accumulated=SKIPPED)
+@loop(accumulated=SKIPPED, resumed=RIGHT | TOLD | REFUSED)
 def islice(session: Any, how: str) -> Numbers:
     model, optimizer, loader = trio(session)
     for _ in session.epochs(3):
@@ -353,7 +360,7 @@ def skip_apart(session: Any, how: str) -> Numbers:
             batches = iter(loader)
         for at, (x, y) in enumerate(batches):
             loss = error(model, x, y)
-            if how == "rank" and at == session.rank or not torch.isfinite(loss):
+            if (how == "rank" and at == session.rank) or not torch.isfinite(loss):
                 continue
             descend(session, optimizer, loss)
     return [checksum(model)]

@@ -6,7 +6,6 @@ same on every rank, so that any number of ranks has to come to the same numbers.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import random
@@ -90,6 +89,10 @@ class Program:
         return not self.shuffle and (self.accumulate == 1 or self.model != "batchnorm")
 
 
+_PROGRAM: Any = Program()
+_PASS: Any = Pass()
+
+
 def dumps(program: Program) -> str:
     """Return the program as JSON, without what is as usual."""
     values = _differing(program)
@@ -99,14 +102,16 @@ def dumps(program: Program) -> str:
 
 
 def _differing(value: Any) -> dict[str, Any]:
-    usual = {field.name: field.default for field in fields(value)}
+    usual: dict[str, Any] = {field.name: field.default for field in fields(value)}
     return {name: getattr(value, name) for name in usual if getattr(value, name) != usual[name]}
 
 
 def loads(text: str) -> Program:
     """Return the program of its JSON."""
     values = json.loads(text)
-    passes = [Pass(**({**one, "skip": tuple(one["skip"])} if "skip" in one else one)) for one in values.get("passes", [{}])]
+    passes = [
+        Pass(**({**one, "skip": tuple(one["skip"])} if "skip" in one else one)) for one in values.get("passes", [{}])
+    ]
     return Program(**{**values, "passes": tuple(passes)})
 
 
@@ -176,7 +181,11 @@ class _Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last, self.uses_middle = (*(nn.Linear(FEATURES, 4), nn.Linear(4, 4)), nn.Linear(4, 1), False)
+        self.first, self.middle, self.last, self.uses_middle = (
+            *(nn.Linear(FEATURES, 4), nn.Linear(4, 4)),
+            nn.Linear(4, 1),
+            False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -328,14 +337,12 @@ def simpler(program: Program) -> Iterator[Program]:
             yield replace(program, passes=rest)
     for name in _differing(program):
         if name not in ("passes", "samples", "batch"):
-            usual = {field.name: field.default for field in dataclasses.fields(Program)}
-            yield replace(program, **{name: usual[name]})
+            yield replace(program, **{name: getattr(_PROGRAM, name)})
     if program.epochs > 1:
         yield replace(program, epochs=1)
     if program.samples % program.batch:
         yield replace(program, samples=program.samples - program.samples % program.batch + program.batch)
     for at, one in enumerate(program.passes):
         for name in _differing(one):
-            usual = {field.name: field.default for field in dataclasses.fields(Pass)}
-            changed = replace(one, **{name: usual[name]})
+            changed = replace(one, **{name: getattr(_PASS, name)})
             yield replace(program, passes=(*program.passes[:at], changed, *program.passes[at + 1 :]))

@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,7 @@ from .catalogue import LAW, REFUSED, RIGHT, SKIPPED, TOLD, Case, Numbers, Outcom
 from .plain import Plain
 
 SCRIPT = Path(script.__file__)
-LIMIT_S = 20.0
+LIMIT_S = 12.0
 """A run without an end within this time hangs; a collective waits half of it."""
 _DONE, _REFUSED, _FAILED, _LOST, _KILLED = "done", "refused", "failed", "lost", "killed"
 
@@ -266,17 +266,8 @@ def main() -> None:
 def _print_table(ranks: Runner, chosen: Sequence[Case], arguments: argparse.Namespace) -> None:
     counts: Counter[str] = Counter()
     for case in chosen:
-        runs: list[tuple[str, Outcome, Callable[[], Result]]] = [
-            (f"{size}×{steps}", case.allowed(size, steps), lambda size=size, steps=steps: ranks.observe(case, size, steps))  # type: ignore[misc]
-            for steps in arguments.accumulate
-            for size in arguments.sizes
-        ]
-        if case.resumed & ~SKIPPED:
-            for size in arguments.resume:
-                runs.append((f"resumed {size}", case.resumed, lambda size=size: ranks.resume((str(case),), size, **case.options)))  # type: ignore[misc]
         cells, notes = [], []
-        for label, allowed, observe in runs:
-            result = observe()
+        for label, allowed, result in _observed(ranks, case, arguments):
             is_expected = bool(result.outcome & (allowed | SKIPPED))
             counts[f"{'' if is_expected else 'unexpected '}{result.outcome}"] += 1
             cells.append(f"{label} {result.outcome}{'' if is_expected else '!'}")
@@ -285,6 +276,16 @@ def _print_table(ranks: Runner, chosen: Sequence[Case], arguments: argparse.Name
         if notes or not arguments.only_wrong:
             print(f"{case!s:32} {'  '.join(cells)}", *notes, sep="\n", flush=True)
     print(f"\n{len(chosen)} loops: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}")
+
+
+def _observed(ranks: Runner, case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Outcome, Result]]:
+    """Yield a label, the allowed outcomes and the result of each run of a case."""
+    for accumulate in arguments.accumulate:
+        for size in arguments.sizes:
+            yield f"{size}×{accumulate}", case.allowed(size, accumulate), ranks.observe(case, size, accumulate)
+    if case.resumed & ~SKIPPED:
+        for size in arguments.resume:
+            yield f"resumed {size}", case.resumed, ranks.resume((str(case),), size, **case.options)
 
 
 @contextlib.contextmanager
