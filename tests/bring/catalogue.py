@@ -66,6 +66,8 @@ class Case:
     has_accumulated_plain: bool
     """Whether it is also the reference under accumulation."""
     quick: bool
+    needs_processes: bool = False
+    """Whether ranks of a pool cannot run it: it starts data workers."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -96,6 +98,7 @@ def loop(
     has_plain: bool = True,
     has_accumulated_plain: bool = True,
     quick: bool = False,
+    needs_processes: bool = False,
     **options: Any,
 ) -> Callable[[Function], Function]:
     """Register variants of a loop. `alone` and `accumulated` default to `outcome`; `options` are the session's.
@@ -114,6 +117,7 @@ def loop(
                 has_plain=has_plain,
                 has_accumulated_plain=has_plain and has_accumulated_plain,
                 quick=quick,
+                needs_processes=needs_processes,
                 options=options,
             )
             assert str(case) not in CASES, case

@@ -48,7 +48,7 @@ def observe(ranks: Runner, program: Program, *, resumed_size: int = 0) -> Findin
     Where `resumed_size` is not 0, kill and resume it on so many ranks.
     """
     task = (dumps(program),)
-    options: Any = {"accumulate": program.accumulate}
+    options: Any = {"accumulate": program.accumulate, "needs_processes": program.workers > 0}
     reference = plain(program) if program.has_plain else None
     for size in SIZES:
         if reference is None:

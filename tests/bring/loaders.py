@@ -182,7 +182,7 @@ class Measured(Stream):
 @loop("endless", resumed=RIGHT | REFUSED)
 @loop("with-length", "drop-last")
 @loop("counted", "counted-with-length", "grows", resumed=RIGHT | TOLD | REFUSED)
-@loop("worker", outcome=RIGHT | REFUSED)
+@loop("worker", outcome=RIGHT | REFUSED, needs_processes=True)
 def streams(session: Any, how: str) -> Numbers:
     """Read a stream, which may count its own epochs or never end."""
     stream = (Measured if how.endswith("with-length") else Stream)(how)
@@ -422,7 +422,7 @@ class Augmented(Dataset[Pair]):
 
 
 @loop("here", "shuffled", has_plain=False, quick=True)
-@loop("worker", "persistent", has_plain=False)
+@loop("worker", "persistent", has_plain=False, needs_processes=True)
 def augmentation(session: Any, how: str) -> Numbers:
     """Draw noise for each sample, here or in data workers."""
     options: Any = (

@@ -126,8 +126,11 @@ def draw(seed: int, number: int) -> Program:
     batch = source.choice((4, 5, 6, 8))
     batches = source.choice((2, 3, 4, 5))
     samples = batch * batches - maybe(source.randrange(1, batch), 0, 0.5)
+    model = source.choice(("mlp", "mlp", "batchnorm", "tied", "frozen", "sometimes"))
+    if model == "batchnorm" and 0 < samples % batch < 2 * accumulate:  # it needs two samples at least
+        samples += batch - samples % batch
     program = Program(
-        model=source.choice(("mlp", "mlp", "batchnorm", "tied", "frozen", "sometimes")),
+        model=model,
         optimizer=source.choice(("sgd", "momentum", "adam", "decay")),
         samples=samples,
         batch=batch,
@@ -165,7 +168,7 @@ def _draw_pass(source: random.Random, batches: int, accumulate: int) -> Pass:
     if kind != "train":
         return Pass(kind=kind, ahead=drawn.ahead, change=drawn.change)
     if accumulate > 1:  # the loop's own numbers would be those of micro-batches
-        return drawn
+        return replace(drawn, evaluates_at=min(drawn.evaluates_at, 0))
     modulus = source.choice((2, 3))
     return replace(
         drawn,

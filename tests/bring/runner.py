@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -33,7 +34,7 @@ from lockstep.sessions.script import Script, ScriptError
 from lockstep.world.world import World
 
 from .. import warm
-from ..command import events, losses, weights
+from ..command import end, events, losses, start, weights
 from ..pool import RankPool
 from . import catalogue, script
 from .catalogue import LAW, REFUSED, RIGHT, SKIPPED, TOLD, Case, Numbers, Outcome
@@ -43,6 +44,10 @@ SCRIPT = Path(script.__file__)
 LIMIT_S = 12.0
 """A run without an end within this time hangs; a collective waits half of it."""
 _DONE, _REFUSED, _FAILED, _LOST, _KILLED = "done", "refused", "failed", "lost", "killed"
+
+
+Task = tuple[str, ...]
+"""The script's arguments."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,6 @@ class Result:
     is_killed: bool = False
 
 
-Task = tuple[str, ...]
-"""The script's arguments."""
-
-
 def attempt(world: World, task: Task, options: dict[str, Any]) -> tuple[str, str, Numbers]:
     """Run the task as a rank; return how it ended, a message, and its numbers."""
     import torch
@@ -70,9 +71,9 @@ def attempt(world: World, task: Task, options: dict[str, Any]) -> tuple[str, str
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
             Script(str(SCRIPT), task, given=given)(override(RunConfig(), **options), world)
-    except script.Killed:
-        return _KILLED, "", []
     except BaseException as error:
+        if type(error).__name__ == script.Killed.__name__:  # the script's own class is another one each time
+            return _KILLED, "", []
         return _ended(error), _sentence(error), []
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -94,11 +95,29 @@ def _sentence(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def run_command(folder: Path, size: int, task: Task, options: dict[str, Any]) -> Result:
+    """Run the task as a person does, by `lockstep run`."""
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        ended = end(start(folder, "run", "--accelerator", "cpu", "--devices", size, *flags, SCRIPT, *task), LIMIT_S * 5)
+    except subprocess.TimeoutExpired as error:
+        return Result(Outcome.HUNG, str(error))
+    if ended.code == 0:
+        lines = [line for line in ended.out.splitlines() if line.startswith(script.PREFIX)]
+        return Result(RIGHT, numbers=json.loads(lines[0].removeprefix(script.PREFIX)))
+    message = " ".join(ended.err.split())[-400:]
+    is_killed = len(task) > 1 and "Error" not in message
+    is_refused = "Traceback" not in ended.err and "lockstep: " in ended.err and not is_killed
+    return Result(REFUSED if is_refused else Outcome.FAILED, message, is_killed=is_killed)
+
+
 class Runner:
     """Ranks for loops, and a folder for their runs."""
 
-    def __init__(self, pool: RankPool, folder: Path) -> None:
-        self._pool, self._folder, self._count = pool, folder, 0
+    def __init__(self, pool: RankPool, folder: Path, *, by_command: bool = False) -> None:
+        """Runs go through the pool's ranks or, with `by_command`, through `lockstep run`."""
+        self._pool, self._folder, self._count, self._by_command = pool, folder, 0, by_command
         self._whole: dict[tuple[str, int, int], Result] = {}
 
     def new_folder(self) -> Path:
@@ -106,9 +125,11 @@ class Runner:
         self._count += 1
         return self._folder / str(self._count)
 
-    def run(self, size: int, task: Task, **options: Any) -> Result:
-        """Run the task on `size` ranks."""
+    def run(self, size: int, task: Task, *, needs_processes: bool = False, **options: Any) -> Result:
+        """Run the task on `size` ranks. With `needs_processes`, which data workers do, by `lockstep run`."""
         options = {"precision": "fp64"} | options
+        if needs_processes or self._by_command:
+            return run_command(self.new_folder(), size, task, options)
         try:
             ends = self._pool.run(size, attempt, task, options, timeout_s=LIMIT_S)
         except TimeoutError as error:
@@ -160,11 +181,15 @@ class Runner:
             shutil.rmtree(whole, ignore_errors=True)
             shutil.rmtree(cut, ignore_errors=True)
 
+    def resume_case(self, case: Case, size: int) -> Result:
+        """Kill and resume a case of the catalogue."""
+        return self.resume((str(case),), size, needs_processes=case.needs_processes, **case.options)
+
     def observe(self, case: Case, size: int, accumulate: int) -> Result:
         """Run a case of the catalogue; compare it with its reference."""
         if not (case.allowed(size, accumulate) & ~SKIPPED):
             return Result(SKIPPED)
-        options = {"accumulate": accumulate, **case.options}
+        options = {"accumulate": accumulate, "needs_processes": case.needs_processes, **case.options}
         is_plain = case.has_plain if accumulate == 1 else case.has_accumulated_plain
         if is_plain:
             return self.compare((str(case),), plain(case), size, **options)
@@ -177,7 +202,8 @@ class Runner:
         key = (str(case), 1, accumulate)
         if key not in self._whole:
             output = self.new_folder()
-            self._whole[key] = self.run(1, (str(case),), output=str(output), accumulate=accumulate, **case.options)
+            options = {"accumulate": accumulate, "needs_processes": case.needs_processes, **case.options}
+            self._whole[key] = self.run(1, (str(case),), output=str(output), **options)
             shutil.rmtree(output, ignore_errors=True)
         return self._whole[key]
 
@@ -185,8 +211,8 @@ class Runner:
 def merge(ends: Sequence[tuple[str, str, Numbers]]) -> Result:
     """Return the result of ranks. A refusal on any of them ends all, as in a job under a supervisor."""
     for kind, outcome in ((_REFUSED, REFUSED), (_FAILED, Outcome.FAILED), (_LOST, Outcome.HUNG)):
-        for rank, (end, message, _) in enumerate(ends):
-            if end == kind:
+        for rank, (kind_of_end, message, _) in enumerate(ends):
+            if kind_of_end == kind:
                 return Result(outcome, f"rank {rank}: {message}")
     if any(end == _KILLED for end, _, _ in ends):
         return Result(Outcome.FAILED, "killed", is_killed=True)
@@ -247,6 +273,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 3], metavar="N")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 2], metavar="A")
     parser.add_argument("--resume", nargs="*", type=int, default=[2], metavar="N", help="sizes of resumed runs")
+    parser.add_argument("--command", action="store_true", help="run each by `lockstep run`, as a person does")
     parser.add_argument("--plain", action="store_true", help="run the plain twins alone")
     parser.add_argument("--only-wrong", action="store_true", help="print unexpected outcomes alone")
     arguments = parser.parse_args()
@@ -259,7 +286,7 @@ def main() -> None:
         for case in chosen:
             print(f"{case!s:40} {plain(case) if case.has_plain else '–'}")
         return
-    with runner() as ranks:
+    with runner(by_command=arguments.command) as ranks:
         _print_table(ranks, chosen, arguments)
 
 
@@ -285,18 +312,18 @@ def _observed(ranks: Runner, case: Case, arguments: argparse.Namespace) -> Itera
             yield f"{size}×{accumulate}", case.allowed(size, accumulate), ranks.observe(case, size, accumulate)
     if case.resumed & ~SKIPPED:
         for size in arguments.resume:
-            yield f"resumed {size}", case.resumed, ranks.resume((str(case),), size, **case.options)
+            yield f"resumed {size}", case.resumed, ranks.resume_case(case, size)
 
 
 @contextlib.contextmanager
-def runner() -> Iterator[Runner]:
+def runner(*, by_command: bool = False) -> Iterator[Runner]:
     """Start ranks outside of pytest."""
     if sys.platform == "linux":
         warm.spawn_from(warm.server)
     pool = RankPool()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            yield Runner(pool, Path(folder))
+            yield Runner(pool, Path(folder), by_command=by_command)
     finally:
         pool.close()
         warm.close()

@@ -46,7 +46,7 @@ def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Ca
 
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_killed_loop_resumes_with_the_same_bits(ranks: Runner, case: Case) -> None:
-    result = ranks.resume((str(case),), 2, **case.options)
+    result = ranks.resume_case(case, 2)
     assert result.outcome & (case.resumed | SKIPPED), result
 
 
