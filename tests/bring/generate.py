@@ -49,7 +49,10 @@ def observe(ranks: Runner, program: Program, *, resumed_size: int = 0) -> Findin
     """
     task = (dumps(program),)
     options: Any = {"accumulate": program.accumulate, "needs_processes": program.workers > 0}
-    reference = plain(program) if program.has_plain else None
+    try:
+        reference = plain(program) if program.has_plain else None
+    except (RuntimeError, ValueError) as error:  # torch's own refusal
+        return Finding(SKIPPED, "the plain loop", str(error))
     for size in SIZES:
         if reference is None:
             result = ranks.run(size, task, **options)
@@ -119,7 +122,7 @@ def main() -> None:
             size = resumed_size(number) if arguments.resume_on is None else arguments.resume_on
             finding = observe(ranks, program, resumed_size=size)
             counts[f"{finding.outcome} ({finding.where})" if finding.where else str(finding.outcome)] += 1
-            if finding.outcome == RIGHT or (finding.outcome == Outcome.REFUSED and not arguments.refused):
+            if finding.outcome & (RIGHT | SKIPPED) or (finding.outcome == Outcome.REFUSED and not arguments.refused):
                 if arguments.replay or arguments.program:
                     print(dumps(program), finding.message)
                 continue
