@@ -68,6 +68,8 @@ class Case:
     quick: bool
     needs_processes: bool = False
     """Whether ranks of a pool cannot run it: it starts data workers."""
+    saves_by_epoch: bool = False
+    """Whether checkpoints are those of epochs' ends: the loop counts its batches itself, from 0 after a resume."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -99,6 +101,7 @@ def loop(
     has_accumulated_plain: bool = True,
     quick: bool = False,
     needs_processes: bool = False,
+    saves_by_epoch: bool = False,
     **options: Any,
 ) -> Callable[[Function], Function]:
     """Register variants of a loop. `alone` and `accumulated` default to `outcome`; `options` are the session's.
@@ -118,6 +121,7 @@ def loop(
                 has_accumulated_plain=has_plain and has_accumulated_plain,
                 quick=quick,
                 needs_processes=needs_processes,
+                saves_by_epoch=saves_by_epoch,
                 options=options,
             )
             assert str(case) not in CASES, case

@@ -109,7 +109,8 @@ def break_within_evaluation(session: Any, how: str) -> Numbers:
 
 @loop("evaluating", "sum", "mean", "gather", "max", outcome=REFUSED, alone=RIGHT, quick=True)
 @loop("log", outcome=REFUSED | RIGHT, alone=RIGHT)
-@loop("backward", "loader", "break", outcome=REFUSED, alone=RIGHT)
+@loop("backward", "break", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED)
+@loop("loader", outcome=RIGHT | REFUSED, alone=RIGHT)
 @loop("print", "score", "save", "state")
 @loop("sum-last", outcome=REFUSED, alone=RIGHT)
 def main_rank_only(session: Any, how: str) -> Numbers:
@@ -170,14 +171,14 @@ def other_collectives(session: Any, how: str) -> Numbers:
 @loop("apart", outcome=REFUSED, alone=RIGHT)
 @loop("epochs-apart", outcome=REFUSED, alone=RIGHT)
 def early_stopping(session: Any, how: str) -> Numbers:
-    """End training by a loss: of all ranks, or of each rank alone."""
+    """End training by a number: of all ranks, or of each rank alone."""
     model, optimizer, loader = trio(session, data=regression(24), lr=0.05)
     test = DataLoader(regression(12), batch_size=4)
     best, epochs = float("inf"), 0
     for epoch in session.epochs(6):
         for x, y in loader:
             loss = error(model, x, y)
-            if how == "apart" and epoch == 1 and loss < 1.5:
+            if how == "apart" and epoch == 1 and x[0, 0] > 0.5:
                 break
             descend(session, optimizer, loss)
         epochs += 1
@@ -186,7 +187,7 @@ def early_stopping(session: Any, how: str) -> Numbers:
             session.score(-total)
         if how == "epochs-apart" and session.rank == 0 and epoch == 1:
             break
-        if how != "apart" and total > 0.98 * best:
+        if not how.endswith("apart") and total > 0.98 * best:
             break
         best = min(best, total)
     return [checksum(model), epochs]

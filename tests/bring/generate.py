@@ -62,7 +62,8 @@ def observe(ranks: Runner, program: Program, *, resumed_size: int = 0) -> Findin
         if result.outcome != RIGHT:
             return Finding(result.outcome, f"{size} rank{'s' * (size > 1)}", result.message)
     if resumed_size and program.uses_epochs:
-        result = ranks.resume(task, resumed_size, way="error", **options)
+        saving = {"checkpoint_every": None} if program.counts_itself else {}
+        result = ranks.resume(task, resumed_size, way="error", **saving, **options)
         if not result.outcome & (RIGHT | SKIPPED):
             return Finding(result.outcome, f"resumed on {resumed_size}", result.message)
     return Finding(RIGHT)

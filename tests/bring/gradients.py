@@ -16,8 +16,8 @@ from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, mlp, regression, seeded, trio
 
 
-@loop(quick=True)
-@loop("frozen-critic")
+@loop(has_accumulated_plain=False, quick=True)
+@loop("frozen-critic", has_accumulated_plain=False)
 def gan(session: Any, how: str) -> Numbers:
     """Train two nets against each other, with three backward passes a batch."""
     maker, critic = seeded(lambda: mlp(targets=FEATURES)), seeded(mlp)
@@ -41,7 +41,7 @@ def gan(session: Any, how: str) -> Numbers:
     return [checksum(maker, critic)]
 
 
-@loop(accumulated=SKIPPED)
+@loop(accumulated=SKIPPED, saves_by_epoch=True)
 def critic_steps(session: Any, how: str) -> Numbers:
     """Step the generator in each third batch only."""
     maker, critic = seeded(lambda: mlp(targets=FEATURES)), seeded(mlp)
@@ -453,7 +453,7 @@ def truncated_bptt(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop(outcome=RIGHT | REFUSED)
+@loop(outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 @loop("islice", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 def loss_of_two_batches(session: Any, how: str) -> Numbers:
     """Sum the losses of two batches before one backward pass."""

@@ -296,7 +296,10 @@ class Encoding(dict[str, Any]):
     """A dict with attributes, as tokenizers give."""
 
     def __getattr__(self, name: str) -> Any:
-        return self[name]
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 class Forms(Dataset[Any]):

@@ -29,7 +29,8 @@ def train(session: Any, trained: Any, epochs: int = 2) -> Numbers:
 @loop("batch", has_accumulated_plain=False, quick=True)
 @loop("batch-cumulative", "batch-frozen", "batch-2d", has_accumulated_plain=False)
 @loop("layer", "group")
-@loop("batch-untracked", "batch-eval-mode", has_accumulated_plain=False, outcome=RIGHT | TOLD)
+@loop("batch-untracked", has_plain=False, outcome=RIGHT | TOLD)
+@loop("batch-eval-mode", has_accumulated_plain=False, outcome=RIGHT | TOLD)
 @loop("instance", "instance-tracked", outcome=RIGHT | TOLD, has_accumulated_plain=False)
 def normalisation(session: Any, how: str) -> Numbers:
     """Train a net with a normalisation layer."""
@@ -121,8 +122,8 @@ class Counting(nn.Module):
         return output
 
 
-@loop("buffer", accumulated=RIGHT | TOLD)
-@loop("attribute", accumulated=RIGHT | TOLD, resumed=RIGHT | TOLD | REFUSED)
+@loop("buffer", has_accumulated_plain=False)
+@loop("attribute", has_accumulated_plain=False, resumed=SKIPPED)
 def forward_counter(session: Any, how: str) -> Numbers:
     """Anneal by the number of forward passes."""
     return train(session, trio(session, lambda: Counting(how)))
@@ -198,7 +199,7 @@ class Growing(Copies):
 
 @loop("hook", "copies", quick=True)
 @loop("renamed", "grows")
-@loop("non-persistent", resumed=RIGHT | TOLD | REFUSED)
+@loop("non-persistent", has_accumulated_plain=False, resumed=RIGHT | TOLD | REFUSED)
 def saved_in_another_form(session: Any, how: str) -> Numbers:
     """Train a model whose saved state has another form than its tensors."""
 
@@ -240,7 +241,7 @@ class Scaled(nn.Linear):
         self.scale = state["scale"] if self.how == "dict" else float(state)
 
 
-@loop("dict", "tensor", "float", accumulated=RIGHT | TOLD)
+@loop("dict", "tensor", "float", has_accumulated_plain=False)
 def extra_state(session: Any, how: str) -> Numbers:
     """Save state by `get_extra_state`."""
     trained = trio(session, lambda: nn.Sequential(Scaled(FEATURES, 4, how=how), nn.Tanh(), nn.Linear(4, 1)))
@@ -366,7 +367,7 @@ def forward_hooks(session: Any, how: str) -> Numbers:
 
 
 @loop("materialised")
-@loop("prepared-empty", outcome=RIGHT | REFUSED, alone=RIGHT | REFUSED)
+@loop("prepared-empty", has_plain=False, outcome=RIGHT | REFUSED)
 def lazy_layers(session: Any, how: str) -> Numbers:
     """Train layers that take their shape from the first batch."""
     torch.manual_seed(0)
@@ -413,7 +414,7 @@ def average_of_buffers(session: Any, how: str) -> Numbers:
     return [checksum(model, average), int(average.n_averaged)]
 
 
-@loop("reset", "pruned")
+@loop("reset", "pruned", saves_by_epoch=True)
 @loop("replaced-layer", outcome=RIGHT | REFUSED, alone=RIGHT | REFUSED, resumed=SKIPPED)
 def change_model_midway(session: Any, how: str) -> Numbers:
     """Change weights or layers between epochs."""

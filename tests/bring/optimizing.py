@@ -225,7 +225,8 @@ class Grafted(Optimizer):
         shared["sizes"].append(float(shared["count"]))
 
 
-@loop("lookahead", "lookahead-base", "text-key", outcome=RIGHT | REFUSED, resumed=RIGHT | REFUSED)
+@loop("lookahead", "text-key", outcome=RIGHT | REFUSED, resumed=RIGHT | REFUSED)
+@loop("lookahead-base", accumulated=SKIPPED, resumed=SKIPPED)
 def own_optimizer(session: Any, how: str) -> Numbers:
     """Step an optimizer of one's own, or one around another."""
     model = seeded(mlp)
@@ -297,7 +298,7 @@ def schedule_by_epoch(session: Any, how: str) -> Numbers:
 
 
 @loop("prepared")
-@loop("unprepared", resumed=RIGHT | TOLD | REFUSED)
+@loop("unprepared", resumed=SKIPPED)
 def plateau(session: Any, how: str) -> Numbers:
     """Lower the rate where the evaluation does not improve."""
     model, optimizer, loader = trio(session)
@@ -316,8 +317,8 @@ def plateau(session: Any, how: str) -> Numbers:
 
 
 @loop("prepared", quick=True)
-@loop("unprepared", accumulated=RIGHT | TOLD | REFUSED, resumed=RIGHT | TOLD | REFUSED)
-@loop("is-last", resumed=RIGHT | TOLD | REFUSED)
+@loop("unprepared", accumulated=SKIPPED, resumed=SKIPPED)
+@loop("is-last", resumed=SKIPPED)
 @loop("by-hand", resumed=SKIPPED)
 @loop("per-epoch")
 def average_of_weights(session: Any, how: str) -> Numbers:
@@ -386,7 +387,7 @@ def stochastic_weight_average(session: Any, how: str) -> Numbers:
     return [checksum(model, average)]
 
 
-@loop("unscaled", "plain", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED, resumed=RIGHT | REFUSED)
+@loop("unscaled", "plain", outcome=RIGHT | REFUSED, resumed=RIGHT | REFUSED | TOLD)
 @loop("disabled", "prepared", outcome=RIGHT | REFUSED, resumed=RIGHT | REFUSED)
 def own_scaler(session: Any, how: str) -> Numbers:
     """Scale the loss by torch's GradScaler."""

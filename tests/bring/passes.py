@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
-from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
+from .catalogue import REFUSED, RIGHT, SKIPPED, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, limited, regression, trio
 
 
@@ -75,7 +75,7 @@ def fresh_iterator(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(accumulated=RIGHT | REFUSED, resumed=RIGHT | REFUSED, quick=True)
+@loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED, quick=True)
 def overfit_kept_batch(session: Any, how: str) -> Numbers:
     """Train on one batch for several steps."""
     model, optimizer, loader = trio(session)
@@ -243,8 +243,8 @@ def progress_bar(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step, len(loader)]
 
 
-@loop("two", accumulated=SKIPPED, resumed=RIGHT | TOLD | REFUSED, quick=True)
-@loop("first", accumulated=SKIPPED)
+@loop("two", accumulated=SKIPPED, saves_by_epoch=True, quick=True)
+@loop("first", accumulated=SKIPPED, saves_by_epoch=True)
 def enumerate_break(session: Any, how: str) -> Numbers:
     """Leave an epoch after some batches, as `limit_train_batches` does."""
     model, optimizer, loader = trio(session)
@@ -256,7 +256,7 @@ def enumerate_break(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(accumulated=SKIPPED, resumed=RIGHT | TOLD | REFUSED)
+@loop(accumulated=SKIPPED, saves_by_epoch=True)
 def islice(session: Any, how: str) -> Numbers:
     model, optimizer, loader = trio(session)
     for _ in session.epochs(3):
@@ -266,7 +266,7 @@ def islice(session: Any, how: str) -> Numbers:
 
 
 @loop("after")
-@loop("after-break", accumulated=SKIPPED)
+@loop("after-break", accumulated=SKIPPED, saves_by_epoch=True)
 def break_after_step(session: Any, how: str) -> Numbers:
     """Leave the epoch after a step, by the session's own count."""
     model, optimizer, loader = trio(session)
@@ -278,8 +278,8 @@ def break_after_step(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop("equal", "shorter", quick=True)
-@loop("longest", outcome=RIGHT | REFUSED)
+@loop("equal", quick=True)
+@loop("shorter", "longest", outcome=RIGHT | REFUSED)
 def zip_two(session: Any, how: str) -> Numbers:
     """Go over two loaders together."""
     model, optimizer, first = trio(session)
@@ -310,7 +310,7 @@ def labelled_and_unlabelled(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop("each", "blocks", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED | SKIPPED)
+@loop("each", "blocks", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 def alternate_loaders(session: Any, how: str) -> Numbers:
     """Train on two loaders in turn."""
     model, optimizer, first = trio(session, data=regression(24))
@@ -325,8 +325,9 @@ def alternate_loaders(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("third", "value", accumulated=SKIPPED, quick=True)
-@loop("first", "last", "all-of-epoch", accumulated=SKIPPED)
+@loop("value", accumulated=SKIPPED, quick=True)
+@loop("third", accumulated=SKIPPED, saves_by_epoch=True, quick=True)
+@loop("first", "last", "all-of-epoch", accumulated=SKIPPED, saves_by_epoch=True)
 def skip_agreed(session: Any, how: str) -> Numbers:
     """Skip the same batches on all ranks."""
     x, y = arrays(24)
@@ -441,7 +442,7 @@ def first_pass_for_statistics(session: Any, how: str) -> Numbers:
     return [checksum(model), count, float(mean.sum())]
 
 
-@loop("twice", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED | TOLD)
+@loop("twice", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 def same_batch_again(session: Any, how: str) -> Numbers:
     """Make two steps on each batch, as policy-gradient loops do."""
     model, optimizer, loader = trio(session)
@@ -452,8 +453,8 @@ def same_batch_again(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("even")
-@loop("uneven", outcome=RIGHT | REFUSED)
+@loop("even", accumulated=SKIPPED)
+@loop("uneven", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 def with_the_batch_before(session: Any, how: str) -> Numbers:
     """Train on each batch together with the one before, from a small replay buffer."""
     model, optimizer, loader = trio(session, data=regression(24 if how == "even" else 23))

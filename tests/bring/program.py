@@ -84,6 +84,12 @@ class Program:
     accumulate: int = 1
 
     @property
+    def counts_itself(self) -> bool:
+        """Whether the loop would go on elsewhere after a resume within an epoch: it counts batches or passes itself."""
+        counts = [one.skip[0] > 1 or one.stop > 0 or one.every > 1 or one.evaluates_at >= 0 for one in self.passes]
+        return any(counts) or len(self.passes) > 1
+
+    @property
     def has_plain(self) -> bool:
         """Whether a plain loop comes to the same numbers."""
         return not self.shuffle and (self.accumulate == 1 or self.model != "batchnorm")

@@ -149,6 +149,8 @@ class Runner:
     def resume(self, task: Task, size: int, *, way: str = "exit", **options: Any) -> Result:
         """Kill the run at two thirds, resume it; compare it with the uninterrupted run."""
         options = {"checkpoint_every": 2, "log_every": 1} | options
+        if options["checkpoint_every"] is None:
+            del options["checkpoint_every"]
         whole, cut = self.new_folder(), self.new_folder()
         try:
             reference = self.run(size, task, output=str(whole), **options)
@@ -183,7 +185,10 @@ class Runner:
 
     def resume_case(self, case: Case, size: int) -> Result:
         """Kill and resume a case of the catalogue."""
-        return self.resume((str(case),), size, needs_processes=case.needs_processes, **case.options)
+        options = {"needs_processes": case.needs_processes, **case.options}
+        if case.saves_by_epoch:
+            options["checkpoint_every"] = None
+        return self.resume((str(case),), size, **options)
 
     def observe(self, case: Case, size: int, accumulate: int) -> Result:
         """Run a case of the catalogue; compare it with its reference."""
