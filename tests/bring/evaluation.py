@@ -167,8 +167,8 @@ def other_collectives(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("agreed", "agreed-best", quick=True)
-@loop("apart", outcome=REFUSED, alone=RIGHT)
+@loop("agreed", "agreed-best", resumed=SKIPPED, quick=True)
+@loop("apart", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED)
 @loop("epochs-apart", outcome=REFUSED, alone=RIGHT)
 def early_stopping(session: Any, how: str) -> Numbers:
     """End training by a number: of all ranks, or of each rank alone."""

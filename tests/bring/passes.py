@@ -453,7 +453,7 @@ def same_batch_again(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("even", accumulated=SKIPPED)
+@loop("even", accumulated=SKIPPED, saves_by_epoch=True)
 @loop("uneven", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 def with_the_batch_before(session: Any, how: str) -> Numbers:
     """Train on each batch together with the one before, from a small replay buffer."""
