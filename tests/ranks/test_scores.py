@@ -125,8 +125,6 @@ def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_sa
         again = pool.run(ranks, _run, values | more, parts)[0]
     assert [(each["steps"], each["exit"]) for each in (told, again)] == [(14 * 4, 0)] * 2
     assert "nothing is left to train" in events(parts, "start")[-1]["lines"][-1]
-    for folder in (whole, parts):
-        assert main(["verify", "run", str(folder)]) == 0
     (more,) = pool.run(1, _run, FROZEN | {"patience": 4}, parts)  # which goes on
     assert more["steps"] == 14 * 5
 
@@ -146,7 +144,6 @@ def test_best_follows_the_validation_set_and_both_are_tested_at_the_end(pool: Ra
         assert all(again[key] == found[key] for key in ("step", "top1", "top5", "samples"))
         assert again["loss"] == pytest.approx(found["loss"], rel=1e-9)
     assert json.loads((tmp_path / "summary.json").read_text())["test"] == told["test"]
-    assert main(["verify", "run", str(tmp_path)]) == 0
 
 
 def test_without_a_validation_set_it_is_said_on_what_best_is_chosen(
