@@ -16,8 +16,6 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
-from lockstep.checks.ledger import Planned, check
-from lockstep.checks.pages import NAME
 from lockstep.cli.main import main
 from lockstep.config.options import override
 from lockstep.config.schema import DataConfig, RunConfig
@@ -27,7 +25,6 @@ from lockstep.data.source import Indices, Part, Splits, hold_out
 from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
 from lockstep.record.base import Nothing
-from lockstep.record.checks import Check
 from lockstep.sessions.scoring import evaluate_checkpoint
 from lockstep.world.world import World
 
@@ -80,9 +77,6 @@ def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
 def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
     values = HELD | {"max_steps": 20}
     assert apart(curve(pool, tmp_path, 3, **values, ledger=True), alone(pool, **values)) < 1e-9
-    found = check(tmp_path / NAME, Planned(global_batch=100))
-    # two epochs, one of them cut, two evaluations, and the test set's
-    assert (found.outcome, found.times) == (Check.HOLDS, 5)
 
 
 def _leaking(world: World, folder: Path) -> str:
@@ -104,8 +98,8 @@ def _leaking(world: World, folder: Path) -> str:
 
 def test_a_held_out_sample_that_is_trained_on_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(2, _leaking, tmp_path):
-        assert "Not each sample was trained on exactly once" in said
-        assert "of 1,309 samples came" in said
+        assert "Not each sample was computed exactly once: in epoch 0, " in said
+        assert "beyond the 1,309 samples came" in said
 
 
 def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:

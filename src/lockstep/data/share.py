@@ -109,6 +109,32 @@ class SharedLoader:
             return OF_A_SAMPLER
         return SHUFFLED if isinstance(self.loader.sampler, RandomSampler) else ASCENDING
 
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices; 0 for a stream."""
+        dataset: Any = self.loader.dataset
+        if self._drawn is None or not hasattr(dataset, "__len__"):
+            return self.samples or 0
+        return max(len(dataset), len(self._drawn))  # a sampler may choose some of the data set's samples
+
+    def epoch_order(self, epoch: int) -> Callable[[int, int], Indices]:
+        """Return the training order of `epoch`, as a function from [start, stop) to the samples there.
+
+        Raises `RequestError` where a sampler changes its length.
+        """
+        samples = self._length or 0
+        if self.order == SHUFFLED:
+            return Order(samples, seed=self._seed, epoch=epoch).indices
+        if self._drawn is None:
+            return np.arange
+        drawn = self._draw(epoch)
+        if len(drawn) != samples:
+            raise RequestError(
+                f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
+                f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
+            )
+        return lambda start, stop: drawn[start:stop]
+
     def steps(self) -> int | None:
         """Return the number of global batches per epoch. A stream's follows from its length; None without one."""
         return None if self._length is None else self.plan.steps(self._length, drop_last=self.drop_last)
@@ -163,17 +189,7 @@ class SharedLoader:
 
     def _training(self, epoch: int, first: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
-        order: Callable[[int, int], Indices] = np.arange
-        if self.order == SHUFFLED:
-            order = Order(samples, seed=self._seed, epoch=epoch).indices
-        elif self._drawn is not None:
-            drawn = self._draw(epoch)
-            order = lambda start, stop: drawn[start:stop]  # noqa: E731
-            if len(drawn) != samples:
-                raise RequestError(
-                    f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
-                    f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
-                )
+        order = self.epoch_order(epoch)
         shares = self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last)
         for start, stop, size, total, last in shares:
             yield order(start, stop), (size, total, last)

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint.resume import accumulation
+from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError
@@ -377,6 +378,8 @@ class Session:
             self._evaluated[raw] = self._shared(raw, evaluates=True)
         shared, evaluated = self._evaluated[raw], 0
         before = self._micro, self._is_evaluating
+        check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
+        counts = None if check is None else SampleCounts(shared.index_bound)
         if loop.has_begun:
             loop.record_steps()
             loop.confirm()
@@ -391,6 +394,8 @@ class Session:
                     self._micro, self._is_evaluating = micro, True
                     world.progress.enter("eval")
                     evaluated += micro.size
+                    if counts is not None:
+                        counts.add(micro.indices)
                     yield micro.batch
             finally:
                 self._micro, self._is_evaluating = before
@@ -398,6 +403,8 @@ class Session:
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
         if shared.samples not in (None, found) and world.progress.listener is None:
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
+        if check is not None and counts is not None:
+            check.end_evaluation(counts, shared.samples or 0, self.step)
         if loop.has_begun:
             loop.start_clock()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint import resume
 from ..checkpoint.state import State
-from ..checks.pages import Indices
+from ..checks.samples import Indices
 from ..errors import RequestError, RunError, Stopped, ranks_named
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
@@ -76,7 +76,7 @@ class Loop:
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
         world.progress.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
-        self.checks = RunChecks(self.prepared, self._remedy, step=self.position.step)
+        self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.has_begun = True
         self.start_clock()
 
@@ -116,9 +116,9 @@ class Loop:
         return self._result is not None and position.evaluated != position.step
 
     def note_samples(self, indices: Indices) -> None:
-        """Add this rank's samples (n,) of the current step to any ledger."""
-        if self.checks.ledger is not None:
-            self.checks.ledger.add(self.position.step + 1, indices)
+        """Note this rank's samples (n,) of the global batch under way."""
+        if self.checks.samples is not None:
+            self.checks.samples.add(indices)
 
     def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
         """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set."""
@@ -127,13 +127,13 @@ class Loop:
         self._score = score
         if scores is not None:
             position.scores = scores
-            if self.checks.ledger is not None:
-                self.checks.ledger.end_evaluation(position.epochs, position.step, scores.samples)
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def count_batch(self) -> None:
         """Count a global batch of this epoch, with or without a step."""
         self.position.within += 1
+        if self.checks.samples is not None:
+            self.checks.samples.end_batch()
         self.resumed_at = 0
 
     def count_step(self, loss: Tensor, samples: int, lr: float, norm: Tensor | None) -> None:
@@ -174,9 +174,9 @@ class Loop:
         position, source = self.position, self.prepared.source
         self.record_steps()
         if not self.is_done or position.within == self.steps:
-            if source is not None and self.checks.ledger is not None:
-                seen = position.within * source.plan.global_size
-                self.checks.ledger.end_epoch(position.epochs, min(seen, source.samples or 0))
+            if source is not None and self.checks.samples is not None:
+                due = position.within * source.plan.global_size
+                self.checks.samples.end_epoch(position.epochs, min(due, source.samples or 0))
             position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
             self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
@@ -198,8 +198,6 @@ class Loop:
             raise self._not_finite(*wrong)
         if self._saver is not None:
             self._saver.poll()
-        if self.checks.ledger is not None:
-            self.checks.ledger.flush(self.position.epochs)
         return stopping
 
     def _not_finite(self, step: int, ranks: list[int]) -> RunError:
@@ -299,8 +297,6 @@ class Loop:
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:
-                if self.checks.ledger is not None:
-                    self.checks.ledger.close()
                 self._tell_checks()
 
     def _tell_checks(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..batching import BatchPlan
 from ..checkpoint import find
 from ..checkpoint.state import State, load_model, load_optimizer, model_tensors, optimizer_state
 from ..checks import finite
+from ..checks.samples import Indices
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError
@@ -38,6 +39,13 @@ class Source(Protocol):
 
     @property
     def samples(self) -> int | None: ...
+
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices; 0 for a stream."""
+
+    def epoch_order(self, epoch: int) -> Callable[[int, int], Indices]:
+        """Return the order of `epoch`, as a function from [start, stop) to the samples there."""
 
     def steps(self) -> int | None:
         """Return the number of optimizer steps per epoch."""
