@@ -1,11 +1,11 @@
-"""A run of an older build is read by today's: loaded, evaluated, judged, and continued to the bits of a new one.
+"""A run that an earlier build left is read by today's: loaded, evaluated, compared, and continued to the same model.
 
 `tests/golden/run` was left by version 0.1.0 (2026-11), whose files it holds but for logs and links, after
 
     lockstep train digits --model mlp --accelerator cpu --precision fp64 --batch 256 --max-steps 8 --checkpoint-every 4
         --ledger --output run
 
-A format that changes keeps this folder readable, and adds one of its own.
+Until the first release, a format that changes has this folder written anew; from then on it keeps the folder readable.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class Loop:
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
             self.prepared.precision.load_state(state.meta["scaler"])
-            self.position = Position.of(state.meta, self.steps)
+            self.position = Position.of(state.meta)
             self.resumed_at = self.position.within
             self._train_s = -self.position.partial_s
             seed, devices = (self.config.seed, step), self.prepared.devices

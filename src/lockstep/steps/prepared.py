@@ -189,7 +189,7 @@ class Prepared:
         if is_own:
             self._check_parts(state)
             own = state.part(_OWN)
-            numbers = {name: _unpacked(value, own) for name, value in state.meta.get("optimizer", {}).items()}
+            numbers = {name: _unpacked(value, own) for name, value in state.meta["optimizer"].items()}
             load_optimizer(self._all, self.optimizers, replace(state, meta=state.meta | {"optimizer": numbers}))
             self._load_settings(state)
         else:
@@ -203,8 +203,7 @@ class Prepared:
 
     def _check_shares(self, state: State) -> None:
         """Raise `RequestError` where sample order or batch statistics would change."""
-        now = self._facts()
-        saved = now | state.meta
+        now, saved = self._facts(), state.meta
         for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
             if saved[key] != now[key]:
                 raise RequestError(
@@ -227,7 +226,7 @@ class Prepared:
         saved, ours = (
             f"{', '.join(map(str, names))} (groups of parameters: {sizes}) and {others} schedules or other objects"
             for names, sizes, others in (
-                (meta.get("kinds", kinds), [len(each) for each in meta["groups"]], len(meta["others"])),
+                (meta["kinds"], [len(each) for each in meta["groups"]], len(meta["others"])),
                 (kinds, groups, len(self.others)),
             )
         )
@@ -242,7 +241,7 @@ class Prepared:
         for optimizer, groups in zip(self.optimizers, state.meta["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: _unpacked(value, own) for key, value in saved.items()})
-        asked, self._made = self._made, state.meta.get("made", self._made)
+        asked, self._made = self._made, state.meta["made"]
         for saved, ours in zip(chain.from_iterable(self._made), chain.from_iterable(asked), strict=True):
             differing = {key: value for key, value in ours.items() if saved.get(key, value) != value}
             self.kept |= {f"{key} {saved[key]}, not {value}" for key, value in differing.items()}
