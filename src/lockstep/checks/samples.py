@@ -31,7 +31,7 @@ class SampleCounts:
     """How often this rank has computed each sample."""
 
     def __init__(self, size: int) -> None:
-        """Start at zero; indices lie in [0, `size`). Raises `RequestError` for more than `MOST_SAMPLES`."""
+        """Start at zero; indices are in [0, `size`). Raises `RequestError` for more than `MOST_SAMPLES`."""
         if size > MOST_SAMPLES:
             raise RequestError(
                 f"--ledger counts the samples of up to {MOST_SAMPLES:,}, and these data have {size:,}; leave it out."
