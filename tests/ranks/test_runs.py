@@ -112,7 +112,6 @@ def test_fewer_ranks_take_more_micro_batches_where_memory_forbids_larger_shares(
     assert [(row["plan"]["ranks"], row["plan"]["accumulation"]) for row in starts] == [(3, 1), (2, 2)]
     (told,) = [line for line in starts[1]["lines"] if "cut into 2 global micro-batches" in line]
     assert ("another model" in told) == is_another
-    assert main(["verify", "run", str(tmp_path / "run")]) == 0
     if not is_another:
         whole = curve(pool, tmp_path / "whole", 1, **MLP, batch=60, epochs=1, max_steps=24)
         assert apart(of_run(tmp_path / "run"), whole) < 1e-9

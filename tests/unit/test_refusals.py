@@ -195,9 +195,8 @@ GRADIENTS = """
 """
 
 VERIFY = """
-verify run nothing           | is not there; give a run's folder
-verify run photos            | lies in no run's folder
-verify run                   | takes one run, found 0
+verify                       | No proof given, found nothing
+verify run runs/x            | no longer exists | proof.md | gradients or curve
 """
 
 TABLES = {
@@ -275,7 +274,7 @@ def test_a_number_out_of_its_range(refuses: Refuses) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("diff {} b", "eval {}", "verify run {}", "train digits --resume {}"),
+        *("diff {} b", "eval {}", "train digits --resume {}"),
         *("train --data imagefolder --data-dir {}", "train digits --accelerator cpu --output {}"),
     ],
 )

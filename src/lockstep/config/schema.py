@@ -215,7 +215,7 @@ class ProofConfig:
     verify_every: Annotated[int | None, _FromZero, _key(metavar="STEPS")] = None
     """Optimizer steps between checks that all ranks hold the same bits, besides the one before each checkpoint; 0 for
     none at all, by default what costs under 0.5 % of the time."""
-    ledger: bool = False  # Record which sample went into which step on which rank, and check each epoch by it.
+    ledger: bool = False  # Count each sample in every epoch and evaluation; stop unless it came exactly once.
 
 
 @dataclass(frozen=True, kw_only=True)

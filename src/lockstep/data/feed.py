@@ -2,7 +2,8 @@
 
 What a sample draws from torch's, Python's and NumPy's global generators follows from (seed, epoch, sample index) alone,
 and leaves no trace in those of this process. Seeding them takes 15 µs, longer than reading a small sample, and most
-data sets draw nothing: until the first draw, batches are read unseeded; the batch that has drawn is read again.
+data sets draw nothing: until the first draw, batches are read unseeded; the batch that has drawn is read again. To see
+that nothing was drawn takes 0.1 ms per batch.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ class Batches:
         self.dataset, self._split, self._check = dataset, split, check
         self._collate = collated if collate is default_collate else collate
         self._draws = False
-        self._before: Generators | None = None
 
     def __getitem__(self, task: tuple[counter.UInt64, Indices, Any]) -> tuple[Indices, Any, Any]:
         """Return the collated batch, or a `LockstepError`. Torch would put a trace into a raised one."""
@@ -109,7 +109,7 @@ class Batches:
             # Sample by sample costs more than a small net's step.
             at = torch.from_numpy(indices)
             return [each.index_select(0, at.to(each.device)) for each in dataset.tensors]
-        self._before = before = Generators.now((), self._before)
+        before = Generators.now(())
         if not self._draws:
             at_once, these = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()
             batch = self._together(indices, at_once(these) if at_once else self._samples(these))

@@ -63,7 +63,7 @@ _Shares = Iterator[tuple[Indices, Share]]
 """The samples to read, one where the share is empty, and the share."""
 
 
-class _Micros:
+class Micros:
     """Iterator over micro-batches; `close` ends its reader."""
 
     def __init__(self, micros: Iterator[Micro], reader: Any) -> None:
@@ -151,12 +151,39 @@ class SharedLoader:
         """Number of samples in an epoch; None for a stream."""
         return None if self._is_stream else self._length
 
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices; 0 for a stream."""
+        dataset: Any = self.loader.dataset
+        if self._drawn is None or not hasattr(dataset, "__len__"):
+            return self.samples or 0
+        return max(len(dataset), len(self._drawn))  # a sampler may choose some of the data set's samples
+
+    def epoch_order(self, epoch: int, drawn_as: int | None = None) -> Callable[[int, int], Indices]:
+        """Return the training order of `epoch`, as a function from [start, stop) to the samples there.
+
+        `drawn_as` is another number for a further pass. Raises `RequestError` where a sampler changes its length.
+        """
+        samples, drawn_as = self._length or 0, epoch if drawn_as is None else drawn_as
+        if self.order == SHUFFLED:
+            return Order(samples, seed=self._seed, epoch=drawn_as).indices
+        if self._drawn is None:
+            return np.arange
+        drawn = self._draw(self.loader.sampler, epoch, drawn_as)
+        self._drawn_epochs = epoch + 1
+        if len(drawn) != samples:
+            raise RequestError(
+                f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
+                f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
+            )
+        return lambda start, stop: drawn[start:stop]
+
     def steps(self) -> int | None:
         """Return the number of global batches per epoch. A stream's follows from its length; None without one."""
         length = self._length
         return None if length is None else self.plan.steps(length, drop_last=self.drop_last)
 
-    def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Iterator[Micro]:
+    def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Micros:
         """Yield this rank's training shares, from global batch `first`. Every rank gets as many.
 
         `again` counts earlier passes over the same epoch: each has an order and draws of its own. Raises
@@ -164,7 +191,7 @@ class SharedLoader:
         """
         return self._micros(_TRAINING, epoch, first, again)
 
-    def shares(self) -> Iterator[Micro]:
+    def shares(self) -> Micros:
         """Yield this rank's evaluation shares. Each sample comes once, in ascending order.
 
         No batch is dropped, and no share is empty unless there are fewer samples than ranks.
@@ -185,7 +212,7 @@ class SharedLoader:
         """End the workers and wait. Workers stuck in a sample are killed after seconds."""
         self._feed.close()
 
-    def _micros(self, purpose: int, epoch: int = 0, first: int = 0, again: int = 0) -> Iterator[Micro]:
+    def _micros(self, purpose: int, epoch: int = 0, first: int = 0, again: int = 0) -> Micros:
         drawn_as = epoch + (again << 32)
         keys = counter.keys(GENERATORS, self._seed, drawn_as, purpose)
         tasks: Iterator[Any] = iter(())
@@ -200,7 +227,7 @@ class SharedLoader:
                 places = spread(self.samples)
                 tasks = chain([(keys, places if self._drawn is None else self._drawn[places], None)], tasks)
         # Nothing here refers to a batch that was handed out: a session asks whether its user still has it.
-        return _Micros(filter(None, map(self._made, answers := self._feed.answers(keys, tasks))), answers)
+        return Micros(filter(None, map(self._made, answers := self._feed.answers(keys, tasks))), answers)
 
     def _made(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
         indices, share, batch = answer
@@ -211,18 +238,7 @@ class SharedLoader:
 
     def _training(self, epoch: int, first: int, drawn_as: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
-        order: Callable[[int, int], Indices] = np.arange
-        if self.order == SHUFFLED:
-            order = Order(samples, seed=self._seed, epoch=drawn_as).indices
-        elif self._drawn is not None:
-            drawn = self._draw(self.loader.sampler, epoch, drawn_as)
-            self._drawn_epochs = epoch + 1
-            order = lambda start, stop: drawn[start:stop]  # noqa: E731
-            if len(drawn) != samples:
-                raise RequestError(
-                    f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
-                    f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
-                )
+        order = self.epoch_order(epoch, drawn_as)
         for share in self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last):
             yield order(share.start, share.stop), share
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import user_code
 from ..checkpoint import resume
+from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError
@@ -87,12 +88,15 @@ class Classifier:
 
     def _scored(self, source: Data, **told: Any) -> Scores:
         """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
-        loop, ledger = self._loop, self._loop.checks.ledger
+        loop, check = self._loop, self._loop.checks.samples
         loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
-        how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
+        counts = None if check is None else SampleCounts(len(source))
+        how: dict[str, Any] = {} if counts is None else {"note": counts.add}
         scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
         if scores is None:
             raise loop.stopped()
+        if check is not None and counts is not None:
+            check.end_evaluation(counts, len(source), loop.position.step)
         return scores
 
     def _test(self, weights: str, of_step: int) -> dict[str, Any]:
@@ -101,8 +105,6 @@ class Classifier:
         step = loop.position.step
         epoch = (step - 1) // self._job.steps()
         scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
-        if loop.checks.ledger is not None:
-            loop.checks.ledger.end_evaluation(epoch, step, len(data))
         loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
         return {"step": of_step} | scores
 

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from .. import _torch
 from ..checkpoint.resume import accumulation
+from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError
@@ -353,6 +354,8 @@ class Session:
                     self._shares.hand_out(handed, micro.batch)
                     self._stand_in()
                     self._begin_draws(handed)
+                if counts and not place and loop.has_begun and not loop.is_finished:
+                    loop.note_samples(handed.indices, last=handed.share.last)
                 box = [micro.batch]
                 del micro  # nothing here keeps a batch alive
                 yield box.pop()
@@ -475,6 +478,8 @@ class Session:
         self._come_to(handed)
         if not self.loop.has_begun:  # in a loop that does not go over `epochs`
             self._begin(None)
+            if handed is not None:
+                self.loop.note_samples(handed.indices, last=handed.share.last)
         factor: float | Tensor
         factor, share = self._factor(handed, weight, reduction)
         weight = self._weighed(handed, weight)
@@ -487,8 +492,6 @@ class Session:
             self._outside += 1
         else:
             header = Header(-1 - handed.pass_number, handed.index)
-            if not self._batch.number:
-                self.loop.note_samples(handed.indices)
         self._has_gradients, self._trained = True, handed
         progress.enter("backward")
         self._batch.backward(
@@ -591,6 +594,8 @@ class Session:
         self._end_draws()
         self.exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
         before = self._evaluating
+        check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
+        counts = None if check is None else SampleCounts(shared.index_bound)
         if loop.has_begun:
             self._record_steps()
             loop.confirm()
@@ -605,6 +610,8 @@ class Session:
                     self._evaluating = micro
                     world.progress.enter("eval")
                     evaluated += micro.size
+                    if counts is not None:
+                        counts.add(micro.indices)
                     yield micro.batch
             finally:
                 self._evaluating = before
@@ -614,6 +621,8 @@ class Session:
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
         if shared.samples not in (None, found) and world.progress.listener is None:
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
+        if check is not None and counts is not None:
+            check.end_evaluation(counts, shared.samples or 0, self.step)
         if loop.has_begun:
             loop.start_clock()
 

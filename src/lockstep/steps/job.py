@@ -80,6 +80,11 @@ class Job(Prepared):
         """Samples in the training set."""
         return len(self.data.train)
 
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices."""
+        return self.samples
+
     def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss, and the logits. x is (n, …), y (n,)."""
         with self.precision.autocast():
@@ -102,6 +107,10 @@ class Job(Prepared):
     def order(self, epoch: int) -> Order:
         """Return the order of the training samples in `epoch`."""
         return Order(self.samples, seed=self.config.seed, epoch=epoch)
+
+    def epoch_order(self, epoch: int) -> Callable[[int, int], np.ndarray]:
+        """Return the order of `epoch`, as a function from [start, stop) to the samples there."""
+        return self.order(epoch).indices
 
     def indices(self, step: int) -> list[np.ndarray]:
         """Return this rank's sample indices at `step`, by micro-batch. Indices are those of the whole data set."""

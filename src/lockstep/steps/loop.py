@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checkpoint import resume
 from ..checkpoint.state import State
-from ..checks.pages import Indices
+from ..checks.samples import Indices
 from ..errors import RequestError, RunError, Stopped, ranks_named
 from ..exchange.base import RECORD, Header
 from ..files import own_folder, shown, understanding, write_json
@@ -59,6 +59,7 @@ class Loop:
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: float | None = None  # of the current weights, if scored since the last save
         self._evaluation: dict[str, Any] = {}
+        self._batches = 0  # of the epoch's first pass, that the loop has got
         self._resumed: tuple[int, int, list[int]] | None = None  # passes, batches and trained passes of the epoch
 
     def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
@@ -78,7 +79,7 @@ class Loop:
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
         world.progress.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
-        self.checks = RunChecks(self.prepared, self._remedy, step=self.position.step)
+        self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.has_begun = True
         self.start_clock()
 
@@ -118,10 +119,13 @@ class Loop:
             return True
         return self._result is not None and position.evaluated != position.step
 
-    def note_samples(self, indices: Indices) -> None:
-        """Add this rank's samples (n,) of the current step to any ledger."""
-        if self.checks.ledger is not None:
-            self.checks.ledger.add(self.position.step + 1, indices)
+    def note_samples(self, indices: Indices, *, last: bool) -> None:
+        """Note this rank's samples (n,) of a micro-batch that the loop has got; the `last` completes its batch."""
+        if self.checks.samples is not None:
+            self.checks.samples.add(indices)
+            if last:
+                self.checks.samples.end_batch()
+                self._batches += 1
 
     def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
         """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set."""
@@ -130,8 +134,6 @@ class Loop:
         self._score = score
         if scores is not None:
             position.scores = scores
-            if self.checks.ledger is not None:
-                self.checks.ledger.end_evaluation(position.epochs, position.step, scores.samples)
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def begin_pass(self, place: int) -> int | None:
@@ -196,9 +198,10 @@ class Loop:
         position, source = self.position, self.prepared.source
         self.record_steps()
         if not self.is_done or position.within == self.steps:
-            if source is not None and self.checks.ledger is not None:
-                seen = position.within * source.plan.global_size
-                self.checks.ledger.end_epoch(position.epochs, min(seen, source.samples or 0))
+            if source is not None and self.checks.samples is not None:
+                due = min(self._batches * source.plan.global_size, source.samples or 0)
+                self.checks.samples.end_epoch(position.epochs, due, source.index_bound)
+            self._batches = 0
             position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
             self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
@@ -223,8 +226,6 @@ class Loop:
             raise self._not_finite(*wrong)
         if self._saver is not None:
             self._saver.poll()
-        if self.checks.ledger is not None:
-            self.checks.ledger.flush(self.position.epochs)
         return stopping
 
     def _not_finite(self, step: int, ranks: list[int]) -> RunError:
@@ -324,8 +325,6 @@ class Loop:
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:
-                if self.checks.ledger is not None:
-                    self.checks.ledger.close()
                 self._tell_checks()
 
     def _tell_checks(self) -> None:
@@ -362,8 +361,9 @@ class Loop:
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
             self.prepared.precision.load_state(state.meta["scaler"])
-            self.position = Position.of(state.meta, self.steps)
+            self.position = Position.of(state.meta)
             self.resumed_at = self.position.within
+            self._batches = self.position.within if not self.position.passes else self.steps or 0
             self._resumed = self.position.passes, self.position.within, list(self.position.trained)
             self._train_s = -self.position.partial_s
             seed, devices = (self.config.seed, step), self.prepared.devices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..checkpoint.state import (
     optimizer_state,
 )
 from ..checks import finite
+from ..checks.samples import Indices
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange.base import Exchange
@@ -55,6 +56,13 @@ class Source(Protocol):
 
     @property
     def samples(self) -> int | None: ...
+
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices; 0 for a stream."""
+
+    def epoch_order(self, epoch: int) -> Callable[[int, int], Indices]:
+        """Return the order of `epoch`, as a function from [start, stop) to the samples there."""
 
     def steps(self) -> int | None:
         """Return the number of optimizer steps per epoch."""
@@ -229,8 +237,7 @@ class Prepared:
 
     def _check_shares(self, state: State) -> None:
         """Raise `RequestError` where sample order or batch statistics would change."""
-        now = self._facts()
-        saved = now | state.meta
+        now, saved = self._facts(), state.meta
         for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
             if saved[key] != now[key]:
                 raise RequestError(
@@ -268,7 +275,7 @@ class Prepared:
 
     def _note_kept(self, state: State) -> None:
         """Note the numeric settings of optimizers that the checkpoint has replaced."""
-        asked, self._made = self._made, state.meta.get("made", self._made)
+        asked, self._made = self._made, state.meta["made"]
         for saved, ours in zip(chain.from_iterable(self._made), chain.from_iterable(asked), strict=True):
             differing = {key: value for key, value in ours.items() if saved.get(key, value) != value}
             self.kept |= {f"{key} {saved[key]}, not {value}" for key, value in differing.items()}

@@ -91,7 +91,7 @@ def _continued(loop: Loop) -> list[str]:
     if 0 < total <= step:
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
     lines = [f"continuing at step {step:,}{f' of {total:,}' if total else ''}, from {path}"]
-    was, is_now = state.meta.get("precision", loop.prepared.precision.name), loop.prepared.precision.name
+    was, is_now = state.meta["precision"], loop.prepared.precision.name
     if was != is_now:
         lines.append(f"computed in {is_now} from here on, and was in {was}: another model in its last digits")
     schedule, before = config.optim.schedule, state.meta["planned_epochs"]
