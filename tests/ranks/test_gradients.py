@@ -88,12 +88,6 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: str, values:
     assert cause.sentence.startswith("1: ") or expected != "coupled samples", "the layer is named"
 
 
-def test_ranks_that_end_with_different_gradients_are_named(pool: RankPool) -> None:
-    answer = examined(pool, ranks=3, step="lonely_step")["ddp"]
-    assert answer.unlike["0.weight"] == {0, 1, 2}
-    assert answer.fails
-
-
 def test_parameters_that_the_loss_reaches_on_some_ranks_alone_agree(pool: RankPool) -> None:
     answer = examined(pool, model="Branching")["ddp"]
     assert answer.agrees
@@ -112,7 +106,6 @@ def test_dp_has_statistics_of_its_own_by_design_unless_asked_for(pool: RankPool)
     ("values", "parts"),
     [
         ({"step": "no_step"}, ["--step leaves no gradient"]),
-        ({"step": "unwrapped_step"}, ["--step raised TypeError at ", "it is called as step(model, x, y)"]),
         ({"step": "updating_step"}, ["--step changes the model's weights", "leave optimizer.step() out"]),
         ({"model": "Single"}, ["--model tests.judged:Single cannot run in float64: ", "--precision fp32"]),
     ],

@@ -242,10 +242,11 @@ class AllReduce(Exchange):
         for at, bucket in enumerate(self._buckets):
             counts = [self._counts[index] for index in bucket.indices]
             learned.counts.append(0 if 0 in counts else sum(counts))
+            flat = part.flats[at]
+            bucket.release(flat)
             if at not in self._works:
                 learned.idle.append(at)
                 continue
-            flat = part.flats[at]
             has = [bool(part.present[index]) for index in bucket.indices]
             if plan is None or not all(has):  # only then does the host wait for the numbers
                 has = (bucket.flags(flat) > 0).tolist()

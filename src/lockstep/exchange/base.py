@@ -22,7 +22,7 @@ class Header(NamedTuple):
     """What this rank is about to exchange. Ranks that exchange something else are refused."""
 
     kind: int
-    """The index of one of `KINDS`, or, below 0, -1 - the number of a pass over a loader."""
+    """The index of one of `KINDS`, or, below 0, a pass over the data as `pass_kind` gives it."""
     number: int
     """The global micro-batch of the pass, or the optimizer step."""
     part: int = 0
@@ -47,6 +47,9 @@ KINDS = (
     BACKWARD,
     SAVE,
 ) = range(len(KINDS))
+
+
+_PASSES = 1 << 16  # over an epoch's data, at most
 
 
 @dataclass
@@ -163,5 +166,12 @@ def _described(row: Sequence[Any]) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
         return KINDS[kind]
-    again = f" for the {part + 1}. time" if part else ""
-    return f"trains micro-batch {index} of pass {-1 - kind} over its data{again}"
+    epoch, again = divmod(-1 - kind, _PASSES)
+    of_pass = f", pass {again + 1} over the data" if again else ""
+    loss = f", with loss {part + 1} of it" if part else ""
+    return f"trains micro-batch {index} of epoch {epoch}{of_pass}{loss}"
+
+
+def pass_kind(epoch: int, again: int) -> int:
+    """Return the `kind` of a header for an epoch's data, over which a loop has gone `again` times before."""
+    return -1 - (epoch * _PASSES + min(again, _PASSES - 1))

@@ -104,13 +104,17 @@ class GlobalBatch:
         told = told if total is None else total + told
         self._losses[number] = told if divisor is None else told / divisor
 
-    def end(self, samples: int) -> None:
-        """End a batch of `samples` over all ranks."""
-        for loss in self._losses:
+    def end(self, samples: int, parts: int | None = None) -> None:
+        """End a batch of `samples` over all ranks; with `parts`, only its first backward passes, as many as that."""
+        for loss in self._losses[:parts]:
             if loss is not None:
                 self._loss = loss if self._loss is None else self._loss + loss
         self._samples += samples
-        self.drop()
+        if parts is None:
+            self.drop()
+        else:
+            del self._parts[:parts], self._losses[:parts], self._weights[:parts]
+            self._number -= parts
 
     def drop(self) -> None:
         """Discard the batch, such as one left before its last micro-batch."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from .. import _torch
 
+_SPARE = 3  # flat tensors of a bucket that are kept: a loop may have as many losses a step
+
 
 class Bucket:
     """Parameters of one dtype on one device. `indices` are their numbers among all of the exchange."""
@@ -30,14 +32,16 @@ class Bucket:
 
     def allocate(self) -> Tensor:
         """Return a flat tensor that nobody else holds: a `.grad`, or a view that the loop has kept, stays as it is."""
-        for flat in self._spare:
+        for at, flat in enumerate(self._spare):
             if not _torch.is_viewed(flat):
-                return flat
+                return self._spare.pop(at)
         first = self.parameters[0]
         dtype = first.dtype.to_real()
-        flat = torch.zeros(self.elements + len(self.parameters), dtype=dtype, device=first.device)
-        self._spare = [*self._spare[-1:], flat]
-        return flat
+        return torch.zeros(self.elements + len(self.parameters), dtype=dtype, device=first.device)
+
+    def release(self, flat: Tensor) -> None:
+        """Offer a flat tensor for later passes, once nobody has a view of it."""
+        self._spare = [*self._spare[1 - _SPARE :], flat]
 
     def view(self, flat: Tensor, number: int) -> Tensor:
         """Return the gradient of the bucket's parameter `number` within `flat`, in the parameter's memory order."""

@@ -57,14 +57,17 @@ def _methods(kind: type) -> list[str]:
 
 
 class Watched:
-    """Forward hook by which a session knows its batches again. That of a copy or pickle of the model is idle."""
+    """Forward hook by which a session knows its batches again. That of a copy or pickle of the model is idle.
+
+    It is called before the model's forward with its arguments, or after it with these and its output.
+    """
 
     def __init__(self, see: Callable[[Any], None] | None = None) -> None:
         self._see = see
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if self._see is not None and not torch.compiler.is_compiling():
-            self._see((args, kwargs))
+            self._see(output or (args, kwargs))
 
     def __reduce__(self) -> Any:
         return Watched, ()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -103,8 +104,11 @@ class Session:
         self._evaluations = 0
         self._evaluating: Micro | None = None  # the share under way of an evaluation
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
-        self._is_scaler_stepping = self._has_warned_of_gather = False
+        self._is_scaler_stepping = self._has_warned_of_gather = self._has_warned_of_left = False
         self._lr = 0.0
+        self._stepped_by: set[Optimizer] = set()  # in the batch under way
+        self._parts_at_step = 0  # backward passes before the last optimizer step
+        self._thread = threading.get_ident()
         self._norm: Tensor | None = None
         self._first_step: FirstStep | None = None
         scaler = self.precision.scaler
@@ -156,7 +160,7 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps made: global batches trained on."""
-        return self.loop.position.step
+        return self.loop.position.step + self._has_stepped
 
     def prepare(self, *given: Any) -> Any:
         """Prepare parts for training; return them in order (*collective*). A single part is returned by itself.
@@ -223,8 +227,9 @@ class Session:
 
     def _watch(self, model: nn.Module) -> None:
         """Have the model's forward say which batch it is called with."""
-        handle = model.register_forward_pre_hook(parts.Watched(self._see), with_kwargs=True)
-        self._held.callback(handle.remove)
+        before, after = parts.Watched(self._see), parts.Watched(self._mark)
+        self._held.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._held.callback(model.register_forward_hook(after, with_kwargs=True).remove)
 
     def _see(self, values: Any) -> None:
         if self._evaluating is None:
@@ -233,6 +238,10 @@ class Session:
             if self._shares.current is not before:
                 self._stand_in()
                 self._resume_share()
+
+    def _mark(self, output: Any) -> None:
+        if self._evaluating is None and torch.is_grad_enabled():
+            self._shares.mark(output)
 
     def _stand_in(self) -> None:
         current = self._shares.current
@@ -301,10 +310,6 @@ class Session:
                     "an epoch is over without an optimizer step: session.backward was called, optimizer.step() not"
                 )
             self._end_epoch()
-        if self._has_gradients and not has_stepped:
-            raise RequestError(
-                "The last epoch is over, and no optimizer has stepped after session.backward: call optimizer.step()."
-            )
         self._in_epochs = False
         self.loop.finish()
 
@@ -319,6 +324,11 @@ class Session:
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch. Steps are counted by the batches of the first source."""
+        if threading.get_ident() != self._thread:
+            raise RequestError(
+                "A prepared loader was read in another thread than the one that trains, which counts steps by it: read "
+                "it in the loop; num_workers= reads ahead."
+            )
         loop, progress = self.loop, self.world.progress
         counts = source is self.prepared.source and not loop.is_finished
         self._settle()
@@ -329,7 +339,8 @@ class Session:
         if first is None:  # a resumed run has trained on this pass
             return
         may_drop = isinstance(source, SharedLoader) and source.loader.collate_fn is not default_collate
-        micros = source.micros(loop.position.epochs, first=first, again=place)
+        epoch = loop.position.epochs
+        micros = source.micros(epoch, first=first, again=place)
         if counts and loop.has_begun:
             loop.start_clock()
         steps, index = self.step, first * source.plan.accumulation
@@ -348,7 +359,7 @@ class Session:
                     break
                 samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
-                handed.place, handed.indices = place, micro.indices
+                handed.epoch, handed.place, handed.indices = epoch, place, micro.indices
                 index += 1
                 if counts or self._shares.current is None or not self._shares.current.counts:
                     self._shares.hand_out(handed, micro.batch)
@@ -409,11 +420,18 @@ class Session:
         self._trained = None
         self._end_step(0 if handed is None else handed.share.total, handed)
 
-    def _end_step(self, samples: int, handed: Handed | None = None) -> None:
+    def _count_again(self) -> None:
+        """Count the step before, where an optimizer steps again on the same batch (*collective*)."""
+        handed = self._trained
+        self._end_step(0 if handed is None else handed.share.total, handed, parts=self._parts_at_step)
+        self._has_gradients = True
+
+    def _end_step(self, samples: int, handed: Handed | None = None, parts: int | None = None) -> None:
         loop = self.loop
         if handed is not None and handed.counts and loop.has_begun:
             loop.count_batch(handed.place, handed.share.step)
-        self._batch.end(samples)
+        self._batch.end(samples, parts)
+        self._stepped_by.clear()
         if self._has_stepped:  # a loop may step once in several batches: the step has their sum
             self.precision.update()
             self._has_stepped = self._has_gradients = False
@@ -468,12 +486,17 @@ class Session:
                 "session.backward was called, and session.prepare was given no model, so that each rank would train "
                 "one of its own: give it model, optimizer and loader."
             )
-        handed = self._shares.take(batch)
+        handed = self._shares.take(loss, batch)
         self._resume_share()
         if handed is not None and not handed.counts:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "
                 "steps are counted by the first one's batches; give it this one first, or go over both together."
+            )
+        if handed is not None and weight is None and self._shares.beside(handed):
+            raise RequestError(
+                "session.backward was given a loss while batches of two loaders are under way, of which this rank has "
+                "different parts: call it for the loss of each, or give the loaders batch sizes that split alike."
             )
         self._come_to(handed)
         if not self.loop.has_begun:  # in a loop that does not go over `epochs`
@@ -491,7 +514,7 @@ class Session:
             header = Header(base.BACKWARD, self._outside)
             self._outside += 1
         else:
-            header = Header(-1 - handed.pass_number, handed.index)
+            header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
         self._has_gradients, self._trained = True, handed
         progress.enter("backward")
         self._batch.backward(
@@ -512,9 +535,18 @@ class Session:
         before = self._trained
         if before is handed and (handed is not None or not self._has_stepped):
             return
+        if handed is not None and handed.share.micro and (before is None or before.index + 1 != handed.index):
+            raise RequestError(
+                f"session.backward was given the loss of micro-batch {handed.share.micro + 1} of a global batch, and "
+                "not of the one before it: under accumulate=, train each global batch's micro-batches in the loader's "
+                "order, or skip a whole batch."
+            )
         if before is None or handed is None or before.batch != handed.batch:
             self._settle()
             if self._trained is not None:  # left before its last micro-batch
+                if not self._has_warned_of_left:
+                    self._has_warned_of_left = True
+                    self._warn("a global batch was left before its last micro-batch: its gradients are dropped")
                 self._batch.drop()
                 self._trained = None
         self._batch.begin_micro_batch()
@@ -561,6 +593,9 @@ class Session:
                 "optimizer.step() without session.backward(loss) before it: gradients of loss.backward() are not "
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
             )
+        if optimizer in self._stepped_by:  # a loop may step twice on one batch
+            self._count_again()
+        self._stepped_by.add(optimizer)
         self.world.progress.enter("step")
         self._is_scaler_stepping = True  # also while an optimizer steps the one that it keeps
         try:
@@ -576,6 +611,7 @@ class Session:
     def stepped(self, lr: float, norm: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None) -> None:
         """Note an optimizer step. `norm` is the gradients' norm, `last` the last micro-batch's (logits, labels)."""
         self._has_stepped, self._lr, self._norm = True, lr, norm
+        self._parts_at_step = self._batch.number
         self.loop.meter.pending.last = last if self._counts else None
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader) -> Iterator[Any]:

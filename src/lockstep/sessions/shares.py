@@ -1,8 +1,9 @@
 """Which share a loss belongs to.
 
 A batch's weight is that of its share, wherever the loop has come to meanwhile: a loop may read ahead, go over a list of
-batches, or skip one. A share is known again by the memory of its batch's tensors, when the model's forward is called
-with them. Where the loop has changed them first, the share is the one whose tensors are still alive and that has had no
+batches, or skip one. A share is known again by the memory of its batch's tensors when the model's forward is called
+with them; the output's node in autograd's graph is marked with it, and the loss's graph leads to the mark. Where the loop
+changes its tensors before it calls the model, the share is the one whose tensors are still alive and that has had no
 backward pass yet. Where several may be meant, and it matters which, the loop is refused.
 """
 
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from ..batching import Share
 from ..errors import RequestError
 
+_MARK = "lockstep share"  # among the metadata of a node of autograd's graph
+_NODES = 100  # between a loss and the model's output, at most
 _LEAVES = 64  # of a batch, at most, by which it is known again
 
 
@@ -47,6 +50,7 @@ class Handed:
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
     indices: Any = None
     """The samples' indices (size,)."""
+    epoch: int = 0
     place: int = 0
     """The pass of its loader over the epoch, from 0."""
 
@@ -65,7 +69,6 @@ class Shares:
         self._is_sure = True  # whether `current` was known by its tensors, or used since the last one was handed out
         self._alive: dict[int, Handed] = {}  # by id; a few, but for a loop that keeps its batches
         self._by_memory: dict[int, Handed] = {}
-        self._met: list[Handed] = []  # by forward, since the last backward pass
 
     def hand_out(self, handed: Handed, batch: Any) -> None:
         """Note a share, and the batch that stands for it."""
@@ -92,19 +95,26 @@ class Shares:
 
     def leave(self) -> None:
         """Note that a loader has no further batch; the loop may still go over those that it keeps."""
-        self.current, self._is_sure, self._met = None, False, []
+        self.current, self._is_sure = None, False
 
     def see(self, values: Any) -> None:
-        """Note what a model's forward was called with."""
+        """Note what a model's forward is called with."""
         if len(self._alive) < 2 and self.current is not None:  # nothing to choose from
             return
         for tensor in tensors_of(values):
             handed = self._by_memory.get(tensor.untyped_storage().data_ptr())
             if handed is not None:
-                if handed not in self._met:
-                    self._met.append(handed)
                 self.current, self._is_sure = handed, True
                 return
+
+    def mark(self, output: Any) -> None:
+        """Mark a forward pass's output as one of the current share."""
+        if self.current is None or not (self._is_sure or len(self._alive) < 2):
+            return
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                metadata: Any = tensor.grad_fn.metadata  # torch's annotation has it as a method
+                metadata[_MARK] = self.current
 
     def find(self, batch: Any) -> Handed:
         """Return the share of `batch`, or of a part of it. Raises `RequestError` for what is no batch."""
@@ -116,24 +126,32 @@ class Shares:
             "of its tensors, as it came out of the loader."
         )
 
-    def take(self, batch: Any = None) -> Handed | None:
+    def take(self, loss: Tensor, batch: Any = None) -> Handed | None:
         """Return the share of a loss that is about to have its backward pass; None outside of a loader's loop."""
-        met, self._met = [handed for handed in self._met if not handed.is_used], []
-        if batch is not None:
-            self.current = self.find(batch)
-        elif len({(handed.pass_number, _weighs(handed)) for handed in met}) > len({h.pass_number for h in met}):
-            raise RequestError(
-                "session.backward was given the loss of several batches at once; call it for the loss of each, and "
-                "step after the last."
-            )
-        elif met:
-            self.current = next((handed for handed in met if handed.counts), met[0])
+        marked = [self.find(batch)] if batch is not None else _marks(loss)
+        if marked:
+            counting = [handed for handed in marked if handed.counts] or marked
+            if len(set(map(_weighs, counting))) > 1 or len({handed.batch for handed in counting}) > 1:
+                raise RequestError(
+                    "session.backward was given the loss of several batches at once; call it for the loss of each, and "
+                    "step after the last."
+                )
+            self.current = counting[0]
         elif not self._is_sure:
             self._choose()
         self._is_sure = True
         if self.current is not None:
             self.current.is_used = True
         return self.current
+
+    def beside(self, handed: Handed) -> bool:
+        """Return whether a batch of another loader, with another part of its global batch, is under way as well."""
+        mine = handed.share
+        return any(
+            other.share.size * mine.total != mine.size * other.share.total
+            for other in self._alive.values()
+            if not other.counts and not other.is_used
+        )
 
     def _choose(self) -> None:
         current = self.current
@@ -151,6 +169,23 @@ class Shares:
         if len(set(map(_weighs, open_))) > 1:
             raise _ambiguous(f"one of {len(open_)} batches that it has read and not trained on")
         self.current = open_[0]
+
+
+def _marks(loss: Tensor) -> list[Handed]:
+    """Return the shares by which the nodes nearest to the loss are marked."""
+    nodes, seen, found = [loss.grad_fn], set[Any](), list[Handed]()
+    while nodes and len(seen) < _NODES:
+        node = nodes.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata: Any = node.metadata
+        handed = metadata.get(_MARK)
+        if handed is None:
+            nodes.extend(following for following, _ in node.next_functions)
+        elif handed not in found:
+            found.append(handed)
+    return found
 
 
 def _weighs(handed: Handed) -> tuple[Any, ...]:
