@@ -21,7 +21,7 @@ from lockstep.world.world import World
 from ..reading import NoReading
 from ..stepping import steps
 from ..unit.test_digest import DTYPES, some
-from .conftest import paired, joined, never_waits, several
+from .conftest import joined, never_waits, paired, several
 
 NET = {"model": "resnet8", "data": "digits", "batch": 48, "precision": "fp32", "accelerator": "cuda"}
 

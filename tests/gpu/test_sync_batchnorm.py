@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.nn.sync_batchnorm import SyncBatchNorm
 from lockstep.world.world import World
 
-from .conftest import paired, joined, never_waits
+from .conftest import joined, never_waits, paired
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
