@@ -39,11 +39,27 @@ def model_tensors(model: nn.Module, *, under: str = "model") -> dict[str, Tensor
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into the model, in place. Raises what `check_fits` does."""
+    """Copy `tensors` into the model, in place. Raises what `check_fits` does.
+
+    Buffers get the shapes that they are saved in: a forward pass may have changed them.
+    """
+    for name, buffer in dict(model.named_buffers()).items():
+        if name in tensors and tensors[name].shape != buffer.shape:
+            set_buffer(model, name, torch.empty_like(tensors[name], dtype=buffer.dtype, device=buffer.device))
     check_fits(model, tensors)
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(tensors[name])
+
+
+def set_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the model's buffer of that dotted name."""
+    parent, _, own_name = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if hasattr(module, own_name):
+        setattr(module, own_name, tensor)
+    else:
+        module.register_buffer(own_name, tensor)
 
 
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
