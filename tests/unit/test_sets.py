@@ -182,6 +182,14 @@ def byte_images() -> tuple[TensorDataset, TensorDataset]:
     return _tables(torch.arange(20 * 3 * 8 * 8).view(20, 3, 8, 8).to(torch.uint8))
 
 
+def noisy(noise: bool = False, *, scale: float = 1.0) -> tuple[TensorDataset, TensorDataset]:
+    return _tables(torch.full((20, 3), float(noise) + scale))
+
+
+def configured(scale: int = 3, *, config: DataConfig) -> tuple[TensorDataset, TensorDataset]:
+    return _tables(torch.full((20, 3), float(scale + config.image_size)))
+
+
 def own(name: str, *, seed: int = 0, **options: Any) -> Splits:
     module = "tests.own_data" if name in ("drawn", "split_at_random") else __name__
     return made(DataConfig(name=f"{module}:{name}", **options), seed=seed, channels_last=name == "photos")
@@ -197,6 +205,11 @@ def test_own_tensors_are_taken_as_they_are_and_byte_images_scaled_and_varied() -
     varied, _ = batch(own("byte_images", augment=("flip",)).train, *range(20))
     for found, whole in zip(varied, original, strict=True):
         assert torch.allclose(found, whole) or torch.allclose(found, whole.flip(2))
+
+
+def test_only_a_parameter_without_default_or_named_config_is_given_the_config() -> None:
+    assert batch(own("noisy").train, 0)[0].tolist() == [[1.0] * 3]
+    assert batch(own("configured", image_size=8).train, 0)[0].tolist() == [[11.0] * 3]
 
 
 def test_own_data_sets_are_read_in_order_and_a_bad_sample_is_named() -> None:

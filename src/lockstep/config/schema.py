@@ -97,7 +97,7 @@ class OptimConfig:
     batch, alone or with the number of things that it is a sum over (tokens, say; by default samples)."""
     metric: str = ""
     """With --step: module:attribute of your own, called as metric(model, batch), which returns a sum over the batch, or
-    (sum, count); more is better, and `best` follows it."""
+    (sum, count); more is better, and `best` follows it. An epoch whose count is 0 has no score."""
     label_smoothing: _Share = 0.0  # Share of each label that is spread over all classes.
     ema: Annotated[float | None, Bounds(above=0, below=1), _key(metavar="FLOAT")] = None
     """Decay of an exponential moving average of the weights, which evaluation then uses."""

@@ -1,8 +1,9 @@
 """User data sets, module:attribute; any map-style data set as a source.
 
-The attribute is a function (of nothing, or of the `DataConfig`) that returns two map-style data sets of torch, (train,
-test), or three, (train, validation, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory. x
-of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anything else reaches the model as it is.
+The attribute is a function that returns two map-style data sets of torch, (train, test), or three, (train, validation,
+test), whose samples are (x tensor, label). A parameter `config`, or a first one without a default, is the `DataConfig`.
+A `TensorDataset` is kept in memory. x of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anything
+else reaches the model as it is.
 """
 
 from __future__ import annotations
@@ -39,13 +40,23 @@ def called(config: DataConfig) -> dict[str, Any]:
     """Return the user's data sets by split. Raises `RequestError` unless the function returns two or three."""
     function = user_code.load("--data", config.name)
     try:
-        result = function(config) if inspect.signature(function).parameters else function()
+        result = _call(function, config)
     except Exception as error:
         raise RequestError(f"--data {config.name} {user_code.raised(error)}.") from error
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         what = f"--data {config.name} returned {type(result).__name__}"
         raise RequestError(f"{what}; it must return two data sets, (train, test), or three, (train, validation, test).")
     return dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
+
+
+def _call(function: Callable[..., Any], config: DataConfig) -> Any:
+    """Call `function` with `config` by name, or by position where its first parameter has no default."""
+    parameters = inspect.signature(function).parameters
+    if "config" in parameters:
+        return function(config=config)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in parameters.values() if each.default is each.empty and each.kind in by_position]
+    return function(config) if needed else function()
 
 
 def build(request: Request) -> Splits:
