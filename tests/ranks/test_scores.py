@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
@@ -223,6 +225,42 @@ def test_an_evaluation_has_scores_by_class_and_writes_predictions_by_sample(pool
             found.append([(row["label"], row["predicted"], round(float(row["probability"]), 5)) for row in rows])
         assert found[0] == found[1]
         assert all(1 / 3 <= probability <= 1 for *_, probability in found[0])
+
+
+class NaN(nn.Sequential):
+    """Gives no number for images of a bright first pixel."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(192, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bright = x[:, 0, 0, 0] > 2
+        y: Tensor = super().forward(x)
+        return y.masked_fill(bright[:, None] & (not self.training), torch.nan)
+
+
+def test_predictions_over_folders_name_files_and_what_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split, name, number in itertools.product(("train", "val"), ("ant", "a, bee"), range(6)):
+        Path(split, name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (255 * (number == 1), 0, 0)).save(f"{split}/{name}/{number}.png")
+    flags = ["--model", "tests.ranks.test_scores:NaN", "--data-dir", ".", "--accelerator", "cpu"]
+    more = ["--data", "imagefolder", "--image-size", "8", "--workers", "0", "--holdout", "0.5", "--batch", "4"]
+    assert main(["train", *flags, *more, "--max-steps", "1", "--output", "run"]) == 0
+    assert "is not a number: they count as wrong" in capsys.readouterr().err
+    files: dict[str, list[str]] = {}
+    for split in ("train", "validation", "test"):
+        assert main(["eval", "run", *flags, "--workers", "0", "--split", split, "--predictions", "held.csv"]) == 0
+        rows = list(csv.DictReader(Path("held.csv").read_text().splitlines()))
+        files[split] = [row["file"] for row in rows]
+        assert [row["predicted"] == "-1" for row in rows] == [Path(file).stem == "1" for file in files[split]]
+    said = capsys.readouterr().out
+    assert "warning: The model's output for 2 of 12 samples is not a number: they count as wrong." in said
+    listed = [f"{name}/{number}.png" for name in ("a, bee", "ant") for number in range(6)]
+    assert files["test"] == [f"val/{file}" for file in listed]
+    assert sorted(files["train"] + files["validation"]) == [f"train/{file}" for file in listed]
 
 
 def test_the_command_writes_where_it_is_told_and_through_no_link(

@@ -262,6 +262,7 @@ def build(request: Request) -> Splits:
         # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
         left = tuple(name for name in variations if name == "cutout")
         source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), left, MEAN, STD))
+        source.files = splits[split], paths
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source
 

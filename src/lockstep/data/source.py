@@ -53,6 +53,8 @@ class Source(Protocol):
     dtype: torch.dtype
     skipped: tuple[str, ...] = ()
     """Files that were left out because they cannot be decoded."""
+    files: tuple[str, npt.NDArray[np.bytes_]] | None = None
+    """A folder's name below --data-dir, and the samples' files below it (N,); of a `Part`, those of the whole."""
 
     def __len__(self) -> int: ...
 
@@ -69,7 +71,7 @@ class Part(Source):
 
     def __init__(self, whole: Source, indices: Indices) -> None:
         self.classes, self.shape, self.dtype, self.skipped = whole.classes, whole.shape, whole.dtype, whole.skipped
-        self.indices, self._whole = indices, whole
+        self.indices, self._whole, self.files = indices, whole, whole.files
 
     def __len__(self) -> int:
         return len(self.indices)
