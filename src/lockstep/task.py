@@ -70,6 +70,8 @@ class Steps:
             trained, validated, tested = _given(config)
             each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
             first = list(islice(each, _PROBED))
+            if not isinstance(trained, IterableDataset):
+                session.prepared.contents = {"train": users.content(config, trained, session.world)}
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
         initial.freeze(model, config.model.freeze)
         loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))

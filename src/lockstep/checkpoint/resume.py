@@ -21,13 +21,14 @@ _META: dict[tuple[type, ...], tuple[str, ...]] = {
     (int,): ("step", "epochs", "within", "evaluated", "stale", "accumulation", "replicas", "samples", "batch"),
     (int, NoneType): ("planned_epochs",),
     (float,): ("partial_s", "best_top1"),
-    (list,): ("epoch_s", "generators"),
-    (dict,): ("config",),
+    (list,): ("epoch_s", "generators", "names"),
+    (dict,): ("config", "contents"),
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm",),
 }
 """The fields of a checkpoint's `meta`, by type; whole numbers are not negative."""
-_LATER = {"stale": 0, "within": 0, "batch": 0}  # fields that older checkpoints lack, and those of lockstep train
+_LATER: dict[str, Any] = {"stale": 0, "within": 0, "batch": 0, "names": [], "contents": {}}
+"""Fields that older checkpoints lack, and those of a loop of the user's."""
 
 EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""

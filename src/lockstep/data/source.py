@@ -6,19 +6,21 @@ batch and on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..checkpoint.state import few
 from ..config.schema import DataConfig
 from ..errors import RequestError, counted
 from ..world.world import World
 from . import counter
+from .ranks import is_changed
 
 Indices = npt.NDArray[np.int64]
 SPLITS = ("train", "validation", "test")
@@ -87,6 +89,27 @@ class Part(Source):
         self._whole.close()
 
 
+class Relabelled(Source):
+    """`whole` with label `numbers[y]` in place of y. `numbers` are (classes,) int64."""
+
+    def __init__(self, whole: Source, numbers: Tensor) -> None:
+        self.classes, self.shape, self.dtype, self.skipped = whole.classes, whole.shape, whole.dtype, whole.skipped
+        self.files, self._whole, self._numbers = whole.files, whole, numbers
+        if isinstance(whole, Part):
+            self.indices = whole.indices
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
+        for x, y, read in self._whole.stream(shares, epoch=epoch):
+            self._numbers = self._numbers.to(y.device)
+            yield Fetched(x, self._numbers[y], read)
+
+    def close(self) -> None:
+        self._whole.close()
+
+
 Make = Callable[[str, tuple[str, ...]], Source]
 """(split, variations) -> its source"""
 
@@ -95,7 +118,8 @@ Make = Callable[[str, tuple[str, ...]], Source]
 class Splits:
     """Splits of a data set, and the classes' names if any.
 
-    `cautions` are sentences to tell the user.
+    `cautions` are sentences to tell the user. `contents` are, by split of a user's data set, a digest of its `labels`,
+    and signatures of some `samples`; labels are taken by name where there are names.
     """
 
     train: Source
@@ -103,6 +127,7 @@ class Splits:
     validation: Source | None = None
     names: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
+    contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, make: Make, *, validation: bool = False, names: tuple[str, ...] = ()) -> Splits:
@@ -118,6 +143,39 @@ class Splits:
             whole = make("train", ()) if augment else train
             train, held_out = Part(train, kept), Part(whole, held)
         return cls(train, test, held_out, names)
+
+    def matched(self, names: Sequence[str], origin: str, advice: str = "") -> Splits:
+        """Return the splits with labels that number the classes as `names` does: those that `origin` was trained on.
+
+        Without names on either side these are the same splits. Raises `RequestError` for classes of other names.
+        """
+        if not (names and self.names) or [*names] == [*self.names]:
+            return self
+        if sorted(names) != sorted({*self.names}):
+            lists = (
+                few([name for name in one if name not in other] or [*one], 5)
+                for one, other in ((names, self.names), (self.names, names))
+            )
+            raise RequestError(
+                f"{origin} was trained on classes of other names than these data have, {' in place of '.join(lists)}; "
+                f"give it data whose classes have the same names{advice}."
+            )
+        numbers = torch.tensor([names.index(name) for name in self.names])
+        train, test = (Relabelled(source, numbers) for source in (self.train, self.test))
+        validation = self.validation and Relabelled(self.validation, numbers)
+        return replace(self, train=train, test=test, validation=validation, names=tuple(names))
+
+    def compared(self, contents: Mapping[str, Mapping[str, Any]]) -> Splits:
+        """Return the splits with a caution where they differ from `contents`, which a run was trained with."""
+        changed = [
+            split
+            for split in self.contents.keys() & contents.keys()
+            if is_changed(contents[split], self.contents[split])
+        ]
+        if not changed:
+            return self
+        text = f"the run had other samples or labels in its {' and '.join(sorted(changed))} data, or in another order"
+        return replace(self, cautions=(*self.cautions, text))
 
     @property
     def judged(self) -> Source:

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Generator, Iterable
+import operator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from .. import hardware, user_code
-from ..config.schema import DataConfig
+from ..config.schema import DataConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..world.random_state import kept
+from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, collated, seed
 from .images import Plain, Transform, to_device
-from .ranks import Signature, check_alike, compare, digest, spread
+from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
 _MOST_WORKERS = 4
 """By default."""
+_COMPARED = 8
+"""Samples of each split, at most, that ranks compare, and a checkpoint with those of a continued run."""
 _PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
 """Keeps the draws of each purpose apart from each other, and from those of the other data sets."""
 
@@ -79,18 +83,47 @@ def build(request: Request) -> Splits:
             facts: dict[str, Any] = {"splits": list(datasets), "classes": classes}
             facts["a sample of shape"] = list(splits.train.shape)
             for split, dataset in datasets.items():
-                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset)}
-            signatures = {
-                split: Batches(dataset, name=name, split=split).signatures(keys, spread(len(dataset)))
-                for split, dataset in datasets.items()
-                if world.size > 1
-            }
+                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset, names)}
+            signatures = {split: _signatures(name, split, dataset, keys, world) for split, dataset in datasets.items()}
             return facts, splits, signatures
 
     facts, splits, signatures = world.together(built)
     check_alike(world, f"--data {name}", facts)
-    doubts = [compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items()]
-    return dataclasses.replace(splits, cautions=tuple(filter(None, doubts)))
+    doubts = [
+        compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items() if world.size > 1
+    ]
+    contents = {
+        split: {"labels": facts[f"{split} labels of digest"], "samples": [_by_name(each, splits.names) for each in own]}
+        for split, own in signatures.items()
+    }
+    return dataclasses.replace(splits, cautions=tuple(filter(None, doubts)), contents=contents)
+
+
+def _signatures(
+    name: str, split: str, dataset: Any, keys: counter.UInt64, world: World, collate: Any = default_collate
+) -> list[Signature | None]:
+    try:
+        return Batches(dataset, collate, name, split).signatures(keys, spread(len(dataset), _COMPARED))
+    except RunError:  # once the run reads that sample, it says so
+        if world.size > 1:
+            raise
+        return []
+
+
+def _by_name(own: Signature | None, names: Sequence[str]) -> Signature | None:
+    """Return a sample's signature with its label's name in place of its label, which comes last in it."""
+    if own is None or not (own and names and own[-1] < len(names)):
+        return own
+    return [*own[:-3], *signature(names[int(own[-1])])]
+
+
+def content(config: RunConfig, dataset: Any, world: World) -> dict[str, Any]:
+    """Return `Splits.contents` of a training set whose samples have any structure."""
+    keys = counter.keys(GENERATORS, config.seed, _PURPOSE["function"])
+    return {
+        "labels": "",
+        "samples": _signatures(config.data.name, "train", dataset, keys, world, operator.itemgetter(0)),
+    }
 
 
 def _check(what: str, dataset: Any) -> None:
@@ -106,12 +139,13 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _labels(dataset: Any) -> str:
+def _labels(dataset: Any, names: Sequence[str]) -> str:
     """Return a hash of the labels; "" if unknown. Read from a label tensor or `targets`, not from samples."""
     pair = _tensors(dataset)
     try:
-        return digest(np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64))
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # none; or no labels, but boxes, texts, …
+        labels = np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64)
+        return digest(np.array(names)[labels] if names else labels)
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):  # none; or boxes, texts, …
         return ""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm
-from ..checkpoint import foreign
+from ..checkpoint import find, foreign, peek
 from ..checkpoint.state import few, matching, misfits
 from ..checks.digest import digest
 from ..config.schema import ModelConfig, RunConfig
@@ -31,6 +31,7 @@ class Taken:
     drawn: list[str]  # missing in the source: as the seed has drawn them
     left_out: list[str]  # missing in the model
     reshaped: list[str]  # of another shape in the model, with both shapes: as drawn, too
+    names: list[str]  # of the classes that they were trained on, if the source is a run that says so
 
     def lines(self) -> list[str]:
         """Return the counts by kind in words, with the first names."""
@@ -53,7 +54,7 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
         return None
     if config.init_from == PRETRAINED:  # first by one rank, which may have to download it
         world.together(lambda: _read(config) if world.is_main else None)
-    source, found = world.together(lambda: _read(config))
+    source, found, names = world.together(lambda: _read(config))
     facts = {"tensors": len(found), "digest": f"{int(digest([found[name] for name in sorted(found)])):x}"}
     if differ := world.unlike(facts):
         raise RequestError(
@@ -71,17 +72,19 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
     with torch.no_grad():
         for name in taken:
             own[name].copy_(found[name])
-    return Taken(source, taken, drawn, left_out, list(reshaped.values()))
+    return Taken(source, taken, drawn, left_out, list(reshaped.values()), names)
 
 
-def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor]]:
-    """Return the weights' label, and tensors by name. Averaged weights are preferred."""
+def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor], list[str]]:
+    """Return the weights' label, tensors by name, and any names of classes. Averaged weights are preferred."""
     if config.init_from == PRETRAINED:
-        return models_table.pretrained(config.name)
-    found = foreign.read(Path(config.init_from))
+        return *models_table.pretrained(config.name), []
+    path = Path(config.init_from)
+    found, meta = foreign.read(path), None if path.is_file() else peek(find(path) or path)
+    names = list(map(str, (meta or {}).get("names", ())))
     for group, what in (("ema/", " (its averaged weights)"), ("model/", "")):
         if part := {name.removeprefix(group): each for name, each in found.items() if name.startswith(group)}:
-            return f"{config.init_from}{what}", part
+            return f"{config.init_from}{what}", part, names
     raise RequestError(f"--init-from {config.init_from} holds no model's weights, but {few(list(found))}.")
 
 

@@ -18,6 +18,7 @@ from ..checkpoint import find
 from ..checkpoint.state import State, load_model, load_optimizer, model_tensors, optimizer_state
 from ..checks import finite
 from ..config.schema import RunConfig
+from ..data.ranks import is_changed
 from ..data.share import Micro
 from ..errors import RequestError
 from ..files import shown, understanding
@@ -62,6 +63,8 @@ class Prepared:
     replica: nn.Module | None = None
     average: Average | None = None
     batchnorm: str = "none"
+    contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Digests of the user's data sets (see `data.source.Splits`)."""
     first_loader: Source | None = None
     kept: set[str] = field(default_factory=set)
     """Numeric settings of the script's optimizers that a checkpoint has replaced, in words."""
@@ -146,6 +149,7 @@ class Prepared:
             "accumulation": 1 if source is None else source.plan.accumulation,
             "batch": 0 if source is None else source.plan.global_size,
             "samples": 0 if source is None else source.samples or 0,
+            "contents": self.contents,
         }
 
     def state(self, step: int) -> State:
@@ -203,6 +207,13 @@ class Prepared:
                     f"{shown(state.origin)} was trained with {saved[key]} {what}, and here are {now[key]}: its order "
                     "would be another; give it the same data, or start a new run in another --output."
                 )
+        was, is_now = (each["contents"].get("train") for each in (saved, now))
+        if was and is_now and is_changed(was, is_now):
+            raise RequestError(
+                f"{shown(state.origin)} was trained with other samples or labels, or in another order, than --data "
+                f"{self.config.data.name} now gives; give it the same data, or begin a new run with its weights by "
+                f"--init-from {shown(state.origin)} in place of --resume."
+            )
         kinds = [
             f"local, of {each['replicas']} replicas" if each["batchnorm"] == "local" else each["batchnorm"]
             for each in (saved, now)
