@@ -266,9 +266,10 @@ def build(request: Request) -> Splits:
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source
 
-    cautions: tuple[str, ...] = ()
+    has_validation, labels = "validation" in splits, arrays["train labels"]
+    made = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
     if ignored := list(map(os.fsdecode, arrays["ignored"].tolist())):
         endings = ", ".join(ignored[:5]) + ", …" * (len(ignored) > 5)
-        cautions = (f"not read in {config.dir}, since their endings are not those of images: {endings}",)
-    made = Splits.of(request, make, validation="validation" in splits, names=names)
-    return dataclasses.replace(made, cautions=cautions)
+        text = f"not read in {config.dir}, since their endings are not those of images: {endings}"
+        made = dataclasses.replace(made, cautions=(*made.cautions, text))
+    return made

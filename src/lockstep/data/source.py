@@ -130,19 +130,32 @@ class Splits:
     contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, make: Make, *, validation: bool = False, names: tuple[str, ...] = ()) -> Splits:
+    def of(
+        cls,
+        request: Request,
+        make: Make,
+        *,
+        validation: bool = False,
+        names: tuple[str, ...] = (),
+        labels: Indices | None = None,
+    ) -> Splits:
         """Return the sources that `make` gives. `validation` says whether the data have such a split.
 
-        --holdout cuts one off training. Raises `RequestError` where there are both.
+        --holdout cuts one off training, a share of each class where the training set's `labels` (N,) are known. Raises
+        `RequestError` where there are both.
         """
+        cautions: tuple[str, ...] = ()
         augment = request.config.augment
         train, test = make("train", augment), make("test", ())
         held_out = make("validation", ()) if validation else None
         if request.config.holdout:
-            kept, held = hold_out(request.config, request.seed, len(train), has_validation=validation)
+            kept, held = hold_out(request.config, request.seed, len(train), labels, has_validation=validation)
+            if labels is not None and (alone := sorted({*labels[kept].tolist()} - {*labels[held].tolist()})):
+                of_one = few([names[label] if label < len(names) else f"class {label}" for label in alone], 5)
+                cautions = (f"the validation set has no sample of classes with a single one, which trains: {of_one}",)
             whole = make("train", ()) if augment else train
             train, held_out = Part(train, kept), Part(whole, held)
-        return cls(train, test, held_out, names)
+        return cls(train, test, held_out, names, cautions)
 
     def matched(self, names: Sequence[str], origin: str, advice: str = "") -> Splits:
         """Return the splits with labels that number the classes as `names` does: those that `origin` was trained on.
@@ -194,17 +207,27 @@ class Splits:
                 source.close()
 
 
-def hold_out(asked: DataConfig, seed: int, samples: int | None, *, has_validation: bool) -> tuple[Indices, Indices]:
+def hold_out(
+    asked: DataConfig, seed: int, samples: int | None, labels: Indices | None = None, *, has_validation: bool
+) -> tuple[Indices, Indices]:
     """Return the samples that --holdout leaves to training, and those it takes.
 
-    Each by a number drawn from (seed, index) alone. Raises `RequestError` for a stream, whose number of `samples` is
-    None, for data with a validation set of their own, and where it takes none of the samples, or all.
+    Each by a number drawn from (seed, index) alone; of each class, where the `labels` (N,) are known, those of the
+    lowest numbers: at least one, and at most all but one. Raises `RequestError` for a stream, whose number of `samples`
+    is None, for data with a validation set of their own, and where it takes none of the samples, or all.
     """
     share = asked.holdout
     if has_validation or samples is None:
         why = "has a validation set of its own" if has_validation else "is a stream, whose samples have no index"
         raise RequestError(f"--holdout {share:g}: --data {asked.name} {why}; leave it out.")
-    is_held = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0]) < share
+    drawn = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
+    is_held = drawn < share
+    if labels is not None and 0 < round(share * samples) < samples:
+        _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        order = np.lexsort((drawn, class_of))  # class by class
+        place = np.arange(samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        wanted = np.where(sizes > 1, np.rint(share * sizes).clip(1, np.maximum(sizes - 1, 1)), 0)
+        is_held[order] = place < np.repeat(wanted, sizes)
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
     if not (len(kept) and len(held)):
         found = f"{'all' if len(held) else 'none'} of {counted(samples, 'sample')}"

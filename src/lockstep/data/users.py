@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from .. import hardware, user_code
 from ..config.schema import DataConfig, RunConfig
@@ -79,11 +79,12 @@ def build(request: Request) -> Splits:
             def make(split: str, variations: tuple[str, ...]) -> Source:
                 return _source(request, datasets[split], split, classes, variations)
 
-            splits = Splits.of(request, make, validation="validation" in datasets, names=names)
+            has_validation, labels = "validation" in datasets, _labels(datasets["train"])
+            splits = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
             facts: dict[str, Any] = {"splits": list(datasets), "classes": classes}
             facts["a sample of shape"] = list(splits.train.shape)
             for split, dataset in datasets.items():
-                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset, names)}
+                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _digest(dataset, names)}
             signatures = {split: _signatures(name, split, dataset, keys, world) for split, dataset in datasets.items()}
             return facts, splits, signatures
 
@@ -96,7 +97,7 @@ def build(request: Request) -> Splits:
         split: {"labels": facts[f"{split} labels of digest"], "samples": [_by_name(each, splits.names) for each in own]}
         for split, own in signatures.items()
     }
-    return dataclasses.replace(splits, cautions=tuple(filter(None, doubts)), contents=contents)
+    return dataclasses.replace(splits, cautions=(*splits.cautions, *filter(None, doubts)), contents=contents)
 
 
 def _signatures(
@@ -139,14 +140,28 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _labels(dataset: Any, names: Sequence[str]) -> str:
-    """Return a hash of the labels; "" if unknown. Read from a label tensor or `targets`, not from samples."""
+def _labels(dataset: Any) -> Indices | None:
+    """Return the labels (N,); None if unknown. Read from a label tensor or `targets`, not from samples."""
+    if isinstance(dataset, Subset):
+        whole = _labels(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices, np.int64)]
     pair = _tensors(dataset)
     try:
-        labels = np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64)
-        return digest(np.array(names)[labels] if names else labels)
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):  # none; or boxes, texts, …
+        values = np.asarray(pair[1].cpu() if pair else dataset.targets)
+        with np.errstate(invalid="ignore"):
+            labels = values.astype(np.int64)
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # none; or no labels, but boxes, texts, …
+        return None
+    return labels if labels.shape == (len(dataset),) and np.array_equal(labels, values) else None
+
+
+def _digest(dataset: Any, names: Sequence[str]) -> str:
+    """Return a hash of the labels, by name where there are names; "" if unknown."""
+    labels = _labels(dataset)
+    if labels is None:
         return ""
+    is_named = names and len(labels) and 0 <= labels.min() <= labels.max() < len(names)
+    return digest(np.array(names)[labels] if is_named else labels)
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
