@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -91,26 +92,51 @@ def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor], list[str]]:
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Freeze the parameters whose names match one of the `patterns`.
 
-    A BatchNorm layer whose parameters are all frozen stays in evaluation mode: it depends on no batch.
+    A BatchNorm layer whose parameters are all frozen stays in evaluation mode: it depends on no batch. So does one
+    without parameters whose name matches, or beside which all parameters are frozen.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [parameter for pattern in patterns for parameter in matching("--freeze", pattern, named)]
+    matches = [_matches(model, pattern) for pattern in patterns]
+    frozen = [parameter for parameters, _ in matches for parameter in parameters]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    if frozen and not any(parameter.requires_grad for parameter in named.values()):
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"--freeze {' '.join(patterns)} leaves nothing to train; leave some parameters out.")
-    for layer in model.modules() if frozen else ():
+    for name, layer in model.named_modules() if frozen else ():
         if isinstance(layer, BatchNorm):
-            own = list(layer.parameters(recurse=False))
-            layer.training &= not own or any(parameter.requires_grad for parameter in own)
+            parts = name.split(".")
+            around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1))
+            own = next(parameters for module in around if (parameters := list(module.parameters())))
+            layer.training &= any(parameter.requires_grad for parameter in own)
+    for layer in (layer for _, layers in matches for layer in layers):
+        layer.training = False
+
+
+def _matches(model: nn.Module, pattern: str) -> tuple[list[nn.Parameter], list[BatchNorm]]:
+    """Return the parameters that a --freeze pattern matches, and the BatchNorm layers without parameters."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, BatchNorm)
+        and not list(layer.parameters(recurse=False))
+        and any(fnmatchcase(each, pattern) for each in (name, f"{name}.weight"))
+    ]
+    if layers and not any(fnmatchcase(name, pattern) for name in named):
+        return [], layers
+    return matching("--freeze", pattern, named), layers
 
 
 def reached(model: nn.Module, config: RunConfig) -> list[str]:
     """Return a line per --freeze and --lr-scale pattern. Each has the number of matched tensors and weights."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    found = {f"frozen by {each}": matching("--freeze", each, named) for each in config.model.freeze}
-    found |= {f"learning rate × {by:g} by {each}": those for each, by, those in scaled(model, config.optim)}
-    return [
-        f"{what}: {counted(len({*held}), 'tensor')} with {counted(sum(each.numel() for each in {*held}), 'weight')}"
-        for what, held in found.items()
-    ]
+    lines = []
+    for pattern in config.model.freeze:
+        parameters, layers = _matches(model, pattern)
+        statistics = f", and the statistics of {counted(len(layers), 'layer')} without any" if layers else ""
+        lines.append(f"frozen by {pattern}: {_sizes(parameters)}{statistics}")
+    scales = scaled(model, config.optim)
+    return lines + [f"learning rate × {factor:g} by {pattern}: {_sizes(those)}" for pattern, factor, those in scales]
+
+
+def _sizes(parameters: Iterable[nn.Parameter]) -> str:
+    unique = {*parameters}
+    return f"{counted(len(unique), 'tensor')} with {counted(sum(each.numel() for each in unique), 'weight')}"

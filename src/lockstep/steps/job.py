@@ -54,6 +54,7 @@ class Job(Prepared):
     lr: Callable[[int], float]
     loss_fn: LossFunction
     taken: Taken | None  # source of a new run's weights, if not the seed alone
+    cautions: list[str]  # lines of the startup report
 
     @property
     def source(self) -> Source:
@@ -164,6 +165,7 @@ def assemble(
         model = sync_batchnorm.convert(model, world)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
+    cautions = precision.cautions(model)
     model = precision.place(model, world.device)
     # A checkpoint has all weights; the file that the run began with may be gone.
     taken = load_weights(config.model, model, world) if continued is None and evaluated is None else None
@@ -190,6 +192,7 @@ def assemble(
         lr=optim.rate(config, plan.global_size, steps),
         loss_fn=loss_fn,
         taken=taken,
+        cautions=cautions,
         contents=data.contents,
     )
 

@@ -123,7 +123,7 @@ def of_job(job: Job) -> dict[str, Any]:
         lines.append(
             f"{what}, which fp32 leaves idle: --precision bf16 may be faster, and is another model in its last digits"
         )
-    lines += data.cautions
+    lines += [*data.cautions, *job.cautions]
     sources = [source for source in (data.train, data.validation, data.test) if source is not None]
     if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):
         lines.append(f"left out, since they cannot be decoded: {counted(len(files), 'image')}, {', '.join(files[:3])}")
