@@ -238,6 +238,26 @@ def test_own_data_sets_are_read_in_order_and_a_bad_sample_is_named() -> None:
             assert "__getitem__" in getattr(caught.value, "trace", "__getitem__")
 
 
+def sequences() -> tuple[TensorDataset, TensorDataset]:
+    x = torch.zeros(20, 6, 3)
+    return TensorDataset(x, torch.zeros(20, 6, dtype=torch.int64)), TensorDataset(x, torch.zeros(20, 6))
+
+
+class _Streamed(Photos):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(6, 3), [0] * 6
+
+
+def streamed_sequences() -> tuple[_Streamed, _Streamed]:
+    return _Streamed(), _Streamed()
+
+
+@pytest.mark.parametrize("name", ["sequences", "streamed_sequences"])
+def test_labels_of_other_tasks_are_refused_with_the_flag_for_them(name: str) -> None:
+    with pytest.raises(RequestError, match="index of its class, or train another task than classification by --step"):
+        batch(own(name, workers=0).train, 0, 1)
+
+
 def test_own_random_transforms_do_not_depend_on_batch_or_worker() -> None:
     before = Generators.now(()).as_json()
     first, again, other = (batch(own("split_at_random", seed=seed).train, *range(32))[0] for seed in (0, 0, 1))

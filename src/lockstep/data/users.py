@@ -129,7 +129,9 @@ def content(config: RunConfig, dataset: Any, world: World) -> dict[str, Any]:
 
 def _check(what: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise RequestError(f"{what} cannot be read by index; give a map-style data set, with __len__ and __getitem__.")
+        raise RequestError(
+            f"{what} cannot be read by index; give a map-style data set (__len__ and __getitem__), or train by --step."
+        )
     if len(dataset) == 0:
         raise RequestError(f"{what} has no sample; give at least one.")
 
@@ -194,7 +196,10 @@ def _source(request: Request, dataset: Any, split: str, classes: int, variations
 
 def _x(what: str, index: int, sample: Any) -> Tensor:
     if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], Tensor):
-        raise RequestError(f"{what} sample {index} is not an (x tensor, label) pair.")
+        raise RequestError(
+            f"{what} sample {index} is not an (x tensor, label) pair; give such pairs, or train another task than "
+            "classification by --step."
+        )
     return sample[0]
 
 
@@ -219,7 +224,10 @@ def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
     is_list = isinstance(y, Tensor) and y.dim() == 1
     if not is_list or (y.is_floating_point() and not torch.equal(y, y.trunc())):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
+        raise RequestError(
+            f"{what} labels are {found}; give one whole number for each sample, the index of its class, or train "
+            "another task than classification by --step."
+        )
     low, high = map(int, y.long().aminmax())
     if low < 0 or high >= classes:
         at = int(((y < 0) | (y >= classes)).nonzero()[0])
