@@ -179,7 +179,7 @@ def _classes(root: Path) -> dict[str, list[str]]:
 def _scan(config: DataConfig) -> Arrays:
     """Return each split's image paths, labels and skipped files; class names; numbers of other files by ending."""
     arrays: Arrays = {}
-    others = Counter[str]()
+    other_files = Counter[str]()
     found, classes = folders(config), _classes(config.dir / "train")
     for name in found.values():
         if different := sorted({*classes} ^ {*_classes(config.dir / name)}):
@@ -187,8 +187,10 @@ def _scan(config: DataConfig) -> Arrays:
             raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
     for split, name in found.items():
         root = config.dir / name
-        found_folders = _classes(root)
-        files = [[path for folder in found_folders[each] for path in _images(root, folder, others)] for each in classes]
+        class_folders = _classes(root)
+        files = [
+            [path for folder in class_folders[each] for path in _images(root, folder, other_files)] for each in classes
+        ]
         if config.skip_corrupt:
             every = [root / path for paths in files for path in paths]
             with ThreadPoolExecutor(hardware.cpus()) as threads:  # Pillow decodes without the interpreter's lock
@@ -203,15 +205,15 @@ def _scan(config: DataConfig) -> Arrays:
             )
         arrays[f"{split} paths"] = np.array([os.fsencode(path) for paths in files for path in paths], np.bytes_)
         arrays[f"{split} labels"] = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
-    ignored = [f"{ending or 'no ending'} {count:,}" for ending, count in sorted(others.items())]
+    ignored = [f"{ending or 'no ending'} {count:,}" for ending, count in sorted(other_files.items())]
     texts = {"classes": classes, "ignored": ignored}
     return arrays | {key: np.array([os.fsencode(each) for each in words], np.bytes_) for key, words in texts.items()}
 
 
-def _images(root: Path, name: str, others: Counter[str]) -> list[str]:
+def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
     """Return the paths, below `root`, of a class's images, in ImageFolder's order. Linked folders are followed.
 
-    Counts files of other endings in `others`.
+    Counts files of other endings in `other_files`.
     """
     images: list[tuple[str, str]] = []
     paths = Counter[str]()
@@ -228,7 +230,7 @@ def _images(root: Path, name: str, others: Counter[str]) -> list[str]:
             if file.lower().endswith(_ENDINGS) and not file.startswith("."):
                 images.append((below, file))
             elif not file.startswith("."):
-                others[Path(file).suffix.lower()] += 1
+                other_files[Path(file).suffix.lower()] += 1
     return [f"{below}/{file}" for below, file in sorted(images)]
 
 
@@ -267,9 +269,9 @@ def build(request: Request) -> Splits:
         return source
 
     has_validation, labels = "validation" in splits, arrays["train labels"]
-    made = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
+    sources = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
     if ignored := list(map(os.fsdecode, arrays["ignored"].tolist())):
         endings = ", ".join(ignored[:5]) + ", …" * (len(ignored) > 5)
         text = f"not read in {config.dir}, since their endings are not those of images: {endings}"
-        made = dataclasses.replace(made, cautions=(*made.cautions, text))
-    return made
+        sources = dataclasses.replace(sources, cautions=(*sources.cautions, text))
+    return sources

@@ -90,24 +90,24 @@ class Part(Source):
 
 
 class Relabelled(Source):
-    """`whole` with label `numbers[y]` in place of y. `numbers` are (classes,) int64."""
+    """`source` with label `numbers[y]` in place of y. `numbers` are (classes,) int64."""
 
-    def __init__(self, whole: Source, numbers: Tensor) -> None:
-        self.classes, self.shape, self.dtype, self.skipped = whole.classes, whole.shape, whole.dtype, whole.skipped
-        self.files, self._whole, self._numbers = whole.files, whole, numbers
-        if isinstance(whole, Part):
-            self.indices = whole.indices
+    def __init__(self, source: Source, numbers: Tensor) -> None:
+        self.classes, self.shape, self.dtype, self.skipped = source.classes, source.shape, source.dtype, source.skipped
+        self.files, self._source, self._numbers = source.files, source, numbers
+        if isinstance(source, Part):
+            self.indices = source.indices
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._source)
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        for x, y, read in self._whole.stream(shares, epoch=epoch):
+        for x, y, read in self._source.stream(shares, epoch=epoch):
             self._numbers = self._numbers.to(y.device)
             yield Fetched(x, self._numbers[y], read)
 
     def close(self) -> None:
-        self._whole.close()
+        self._source.close()
 
 
 Make = Callable[[str, tuple[str, ...]], Source]
@@ -220,11 +220,11 @@ def hold_out(
     if has_validation or samples is None:
         why = "has a validation set of its own" if has_validation else "is a stream, whose samples have no index"
         raise RequestError(f"--holdout {share:g}: --data {asked.name} {why}; leave it out.")
-    drawn = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
-    is_held = drawn < share
+    numbers = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
+    is_held = numbers < share
     if labels is not None and 0 < round(share * samples) < samples:
         _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-        order = np.lexsort((drawn, class_of))  # class by class
+        order = np.lexsort((numbers, class_of))  # class by class
         place = np.arange(samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         wanted = np.where(sizes > 1, np.rint(share * sizes).clip(1, np.maximum(sizes - 1, 1)), 0)
         is_held[order] = place < np.repeat(wanted, sizes)

@@ -59,7 +59,11 @@ def _call(function: Callable[..., Any], config: DataConfig) -> Any:
     if "config" in parameters:
         return function(config=config)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in parameters.values() if each.default is each.empty and each.kind in by_position]
+    needed = [
+        parameter
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in by_position
+    ]
     return function(config) if needed else function()
 
 
@@ -94,8 +98,11 @@ def build(request: Request) -> Splits:
         compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items() if world.size > 1
     ]
     contents = {
-        split: {"labels": facts[f"{split} labels of digest"], "samples": [_by_name(each, splits.names) for each in own]}
-        for split, own in signatures.items()
+        split: {
+            "labels": facts[f"{split} labels of digest"],
+            "samples": [_by_name(sample, splits.names) for sample in samples],
+        }
+        for split, samples in signatures.items()
     }
     return dataclasses.replace(splits, cautions=(*splits.cautions, *filter(None, doubts)), contents=contents)
 
@@ -111,11 +118,11 @@ def _signatures(
         return []
 
 
-def _by_name(own: Signature | None, names: Sequence[str]) -> Signature | None:
+def _by_name(values: Signature | None, names: Sequence[str]) -> Signature | None:
     """Return a sample's signature with its label's name in place of its label, which comes last in it."""
-    if own is None or not (own and names and own[-1] < len(names)):
-        return own
-    return [*own[:-3], *signature(names[int(own[-1])])]
+    if values is None or not (values and names and values[-1] < len(names)):
+        return values
+    return [*values[:-3], *signature(names[int(values[-1])])]
 
 
 def content(config: RunConfig, dataset: Any, world: World) -> dict[str, Any]:
@@ -145,8 +152,8 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 def _labels(dataset: Any) -> Indices | None:
     """Return the labels (N,); None if unknown. Read from a label tensor or `targets`, not from samples."""
     if isinstance(dataset, Subset):
-        whole = _labels(dataset.dataset)
-        return None if whole is None else whole[np.asarray(dataset.indices, np.int64)]
+        of_all = _labels(dataset.dataset)
+        return None if of_all is None else of_all[np.asarray(dataset.indices, np.int64)]
     pair = _tensors(dataset)
     try:
         values = np.asarray(pair[1].cpu() if pair else dataset.targets)

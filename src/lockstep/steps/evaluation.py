@@ -83,6 +83,6 @@ def evaluate(
 
 def _place(logits: Tensor, y: Tensor) -> Tensor:
     """Return how many classes are more likely than the label (n,). Of equal logits (n, classes), the first ones are."""
-    own = logits.gather(1, y[:, None])
+    of_label = logits.gather(1, y[:, None])
     is_before = torch.arange(logits.shape[1], device=y.device) < y[:, None]
-    return ((logits > own) | ((logits == own) & is_before)).sum(1)
+    return ((logits > of_label) | ((logits == of_label) & is_before)).sum(1)

@@ -44,13 +44,13 @@ class Average:
         """Update the average with the model's weights after a step."""
         self._average(self._ours, self._theirs, 0)
         # By name: a model's forward may assign a buffer anew, in another shape, or register one.
-        ours, theirs = (dict(model.named_buffers()) for model in (self.module, self._model))
-        for name, buffer in theirs.items():
-            if name not in ours or ours[name].shape != buffer.shape:
-                ours[name] = torch.empty_like(buffer)
-                set_buffer(self.module, name, ours[name])
-        if theirs:
-            _torch.foreach_copy_([ours[name] for name in theirs], [*theirs.values()])
+        averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
+        for name, buffer in buffers.items():
+            if name not in averaged or averaged[name].shape != buffer.shape:
+                averaged[name] = torch.empty_like(buffer)
+                set_buffer(self.module, name, averaged[name])
+        if buffers:
+            _torch.foreach_copy_([averaged[name] for name in buffers], [*buffers.values()])
 
 
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:

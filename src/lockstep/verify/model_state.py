@@ -35,25 +35,25 @@ class ModelState:
     def restore(self) -> None:
         """Give the model this state again."""
         for name in dict(self._model.named_buffers()).keys() - self._buffers.keys():
-            module, _, key = name.rpartition(".")
-            delattr(self._model.get_submodule(module), key)
+            parent, _, key = name.rpartition(".")
+            delattr(self._model.get_submodule(parent), key)
         for name, buffer in self._buffers.items():
-            module, _, key = name.rpartition(".")
-            setattr(self._model.get_submodule(module), key, buffer)
+            parent, _, key = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), key, buffer)
         for name, tensor in (self._parameters | self._buffers).items():
             tensor.copy_(self._contents[name])
-        for each in self._model.modules():
-            for key in vars(each).keys() - _INTERNAL:
-                del vars(each)[key]
+        for module in self._model.modules():
+            for key in vars(module).keys() - _INTERNAL:
+                del vars(module)[key]
         for (name, key), value in self._attributes.items():
             vars(self._model.get_submodule(name))[key] = self._copied(value)
 
     def differing(self, other: ModelState) -> list[str]:
         """Return the names of buffers, weights and attributes that differ from those of `other`."""
-        ours, theirs = self._named(), other._named()
-        return [name for name in ours | theirs if not _equal(ours.get(name), theirs.get(name))]
+        state, other_state = self._by_name(), other._by_name()
+        return [name for name in state | other_state if not _equal(state.get(name), other_state.get(name))]
 
-    def _named(self) -> dict[str, Any]:
+    def _by_name(self) -> dict[str, Any]:
         attributes = {".".join(filter(None, place)): value for place, value in self._attributes.items()}
         return self._contents | attributes
 
