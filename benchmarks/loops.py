@@ -95,14 +95,14 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
     These are the engine's own steps without its metrics; on a GPU its caller waits for the device.
     """
     size = job.plan.global_size
-    job.strategy.prepare(job.model, lambda: job.train_step(size, next(batches)))
 
     def run() -> float:
         begin_s = time.perf_counter()
         for _ in range(steps):
             job.train_step(size, next(batches))
-            job.precision.unscale(job.model.parameters())
+            job.precision.unscale(job.optimizers)
             job.precision.step(job.optimizers, clip=None)
+            job.precision.update()
             for each in job.optimizers:
                 zero_grad(each)
         return time.perf_counter() - begin_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import hashlib
 import io
@@ -13,7 +12,6 @@ import os
 import shutil
 import signal
 import struct
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,14 +22,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from lockstep.checkpoint.layout import render
-from lockstep.checks import pages
 from lockstep.cli.main import main
 
 GOLDEN = Path(__file__).parent / "golden" / "run"
 STEP = "step-00000008"
-HEADER = pages._HEADER
 LIMIT_S = 10.0
-FILES = ("config.toml", "ledger.bin", "manifest.json", "steps.jsonl", "summary.json")
+FILES = ("config.toml", "manifest.json", "steps.jsonl", "summary.json")
 HELD = ("checksums.json", "model.safetensors", "optimizer.safetensors", "state.json")
 _DEEP = "@deep@"
 ODD: tuple[Any, ...] = (
@@ -99,8 +95,6 @@ def spoil(draw: Callable[[st.SearchStrategy[Any]], Any], run: Path) -> None:
         kinds += [_retype] * 6
     if path.suffix == ".toml":
         kinds += [_reword] * 6
-    if path.suffix == ".bin":
-        kinds += [_renumber] * 4
     if path.parent == step:
         kinds += [_relink]
     draw(st.sampled_from(kinds))(draw, path, names)
@@ -191,33 +185,6 @@ def _reword(draw: Any, path: Path, names: list[Path]) -> None:
     key = draw(st.sampled_from([lines[at].partition(" =")[0], "strange", ".".join("a" * 150)]))
     lines[at] = f"{key} = {draw(st.sampled_from(_TOML))}"
     path.write_text("\n".join(lines))
-
-
-def _renumber(draw: Any, path: Path, names: list[Path]) -> None:
-    """Change numbers of a page, all of whose checksums are right."""
-    held = list(pages.read(path))
-    at = draw(st.integers(0, len(held) - 1))
-    number = draw(st.sampled_from([0, 1, 2, 255, 2**16 - 1, 2**32 - 1, 2**40, 2**62, 2**64 - 1]))
-    name = draw(st.sampled_from(["samples", *_FIELDS]))
-    if name == "samples":  # of which each index then takes more bits
-        held[at] = dataclasses.replace(held[at], samples=max(number, held[at].samples))
-    written = [bytearray(page.encode()) for page in held]
-    if name != "samples":
-        renumber(written[at], 0, **{name: number})
-    path.write_bytes(b"".join(written))
-
-
-_FIELDS = ("kind", "bits", "ranks", "devices", "accumulation", "epoch", "first_step", "steps")
-
-
-def renumber(page: bytearray, at: int, **numbers: int) -> None:
-    """Set numbers of the header at this place of a ledger, cut to what it can hold, and put its checksum right."""
-    held = list(HEADER.unpack_from(page, at))
-    for name, number in numbers.items():
-        field = 2 + _FIELDS.index(name)
-        held[field] = number % 256 ** struct.calcsize("<" + HEADER.format[2 + field])
-    head = HEADER.pack(*held)[:-4]
-    page[at : at + HEADER.size] = head + struct.pack("<I", zlib.crc32(head))
 
 
 # ---- files of weights

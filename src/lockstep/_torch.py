@@ -13,15 +13,15 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn, overrides
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, and of users' own
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a module that is not
 
 if TYPE_CHECKING:  # torch.distributed has them in public, unseen by type checkers
@@ -37,8 +37,15 @@ PrefixStore = _stores.PrefixStore
 Store = _stores.Store
 TCPStore = _stores.TCPStore
 
-foreach_copy_, foreach_div_ = torch._foreach_copy_, torch._foreach_div_
+foreach_copy_ = torch._foreach_copy_
 """One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
+
+
+def is_viewed(tensor: Tensor) -> bool:
+    """Return whether another tensor shares the memory of `tensor`, whose base it is."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # `tensor` and `storage`
+
 
 _COMPILER = "torch._dynamo"
 COMPILERS = {f"{_COMPILER}.convert_frame", "torch._inductor.compile_fx"}
@@ -47,13 +54,13 @@ _KEPT = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what 
 
 
 def spare_compiler() -> None:
-    """Have optimizers and DDP not import torch's compiler.
+    """Have optimizers not import torch's compiler.
 
     Its import takes nearly as long as torch's own. They import it to exclude some of their methods from compilation.
     As long as no other code has imported it, nothing is compiled, and the methods are called as they are; after that
     all is as torch has it. Where torch keeps this in another way, a start takes a second longer.
     """
-    for owner in (Optimizer, DistributedDataParallel):
+    for owner in (Optimizer,):
         for method in vars(owner).values():
             for each in (method, getattr(method, "__wrapped__", None)):  # a context manager wraps such a method
                 name = getattr(getattr(each, "__code__", None), "co_qualname", "")
@@ -69,24 +76,6 @@ def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
         return method(*given, **named)
 
     return call
-
-
-@contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
-    """Have DDP find the compiler's default options, without importing the compiler.
-
-    DDP asks for these options as it is made. A compiler that is imported already is asked itself.
-    """
-    if _COMPILER in sys.modules:
-        yield
-        return
-    options = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
-    torch._dynamo = options  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if vars(torch)["_dynamo"] is options:
-            del torch._dynamo  # the next access imports it
 
 
 @torch.no_grad()
@@ -133,6 +122,12 @@ def as_default_group(group: Any) -> Iterator[None]:
 def arguments(operator: Any) -> Sequence[Any]:
     """Return an operator's arguments. Each has its name, and whether the operator writes to it (`alias_info`)."""
     found: Sequence[Any] = operator._schema.arguments
+    return found
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` was given; another one itself."""
+    found: nn.Module = getattr(module, "_orig_mod", module)
     return found
 
 
@@ -196,3 +191,12 @@ class _Plain(pickle.Unpickler):
         if (module, name) not in self._KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def mode_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Sequence[Any]:
+    """Return the active modes of this kind, the innermost last."""
+    stack: Any = overrides._get_current_function_mode_stack
+    if isinstance(mode, TorchDispatchMode):
+        stack = _python_dispatch._get_current_dispatch_mode_stack
+    modes: Sequence[Any] = stack()
+    return modes

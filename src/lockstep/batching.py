@@ -11,8 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import RequestError, counted
+
+
+class Share(NamedTuple):
+    """A rank's share of one global micro-batch: positions [start, stop) of the epoch's order.
+
+    Where `size` is 0, the global batch's first sample stands in.
+    """
+
+    start: int
+    stop: int
+    size: int
+    """Samples that count."""
+    total: int
+    """Samples of the whole global batch."""
+    last: bool
+    """Whether this is the global batch's last micro-batch."""
+    step: int
+    """The global batch, from the epoch's beginning."""
+    micro: int
+    """The micro-batch of the global batch."""
+    row: int
+    """Samples of the micro-batch that lower ranks have."""
+    rows: int
+    """Samples of the micro-batch on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +97,25 @@ class BatchPlan:
         micros = self._micros(stop - start)
         return [self._share(_cut(range(start, stop), micros, micro), rank) for micro in range(micros)]
 
-    def shares(
-        self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False
-    ) -> Iterator[tuple[int, int, int, int, bool]]:
-        """Yield each share of an epoch of `samples`, from step `first` on.
-
-        Each is (start, stop, its samples, the batch's samples, whether it is in the batch's last micro-batch). For a
-        share without samples, [start, stop) is the batch's first one, which stands in.
-        """
-        whole = self._reads(self.global_size, rank)  # the same for each batch but the last: cut once
+    def shares(self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False) -> Iterator[Share]:
+        """Yield the rank's share of each micro-batch of an epoch of `samples`, from step `first` on."""
+        whole = self.batch_shares(self.global_size, rank)  # the same for each batch but the last: cut once
         for step in range(first, self.steps(samples, drop_last=drop_last)):
             begin, end = self.batch(step, samples)
             total = end - begin
-            for start, stop, size, last in whole if total == self.global_size else self._reads(total, rank):
-                yield begin + start, begin + stop, size, total, last
+            for share in whole if total == self.global_size else self.batch_shares(total, rank):
+                yield share._replace(start=begin + share.start, stop=begin + share.stop, step=step)
 
-    def _reads(self, total: int, rank: int) -> list[tuple[int, int, int, bool]]:
-        """Return [start, stop), the samples, and whether it is the last, of each share of a batch from 0 on."""
-        parts = self.split(0, total, rank)
-        return [(read.start, read.stop, len(part), part is parts[-1]) for part in parts for read in [part or range(1)]]
+    def batch_shares(self, total: int, rank: int) -> list[Share]:
+        """Return the rank's shares of a batch of `total` samples. Positions count from the batch's beginning."""
+        micros, found = self._micros(total), list[Share]()
+        for micro in range(micros):
+            whole = _cut(range(total), micros, micro)
+            own = self._share(whole, rank)
+            read = own or range(1)
+            row = own.start - whole.start
+            found.append(Share(read.start, read.stop, len(own), total, micro + 1 == micros, 0, micro, row, len(whole)))
+        return found
 
     def _micros(self, samples: int) -> int:
         return max(1, -(-samples * self.accumulation // self.global_size))

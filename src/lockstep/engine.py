@@ -1,9 +1,9 @@
 """Training loop of `lockstep train`. Read this file first.
 
 The loop is over a `Session`, as a user's own: a `Task` defines the loss of a batch, as a sum over its samples, and
-the scores of the weights. A classifier's `Job`, which `assemble` makes of a config, has a `Strategy` that exchanges
-gradients while the backward pass runs; a user's own training step (`task`) has them summed by the session, which shares
-the global batch out, counts, records, saves and checks. Every rank calls *collective* functions.
+the scores of the weights: `Classifier`, of a `Job` that `assemble` makes of a config, or a user's own training step
+(`task`). The session shares the global batch out, sums the gradients, counts, records, saves and checks. Every rank
+calls *collective* functions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def train_share(task: Task, session: Session, batch: Any, clip: float | None) ->
     progress = session.world.progress
     progress.enter("forward")
     loss, weight, last = task.loss(batch)
-    session.backward_sum(loss, weight)
+    if weight is None:
+        session.backward(loss / max(1, session.samples))
+    else:
+        session.backward(loss, weight=weight, reduction="sum")
     if not session.is_last:
         return
     optimizers, lr = session.prepared.optimizers, task.lr(session.step)

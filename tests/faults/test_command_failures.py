@@ -40,9 +40,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("Failing", 1, r"^Rank 1 failed at \S+/tests/models\.py:\d+: ValueError: out of luck$"),
         ("Killed", 1, r"^Rank 1 was killed by SIGKILL"),
-        ("Unused", 2, r"does not reach the parameters forgotten\.weight, forgotten\.bias.*--find-unused"),
     ],
-    ids=["Exploding", "Flipping", "Failing", "Killed", "Unused"],
+    ids=["Exploding", "Flipping", "Failing", "Killed"],
 )
 def test_what_goes_wrong_in_the_users_model_is_one_sentence(model: str, code: int, words: str, folder: Path) -> None:
     checks = ("--verify-every", 2, "--precision", "fp32") if model == "Flipping" else ()

@@ -73,13 +73,13 @@ def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -
 def test_copies_on_other_gpus_are_the_same_bits_or_are_named() -> None:
     world = World.alone(torch.device("cuda", 0))
     job = _on_gpu(world, "dp", devices=torch.cuda.device_count())
-    copies = job.strategy.copies(job.model)
-    assert [{each.device for each in copy.values()} for copy in copies] == [{one} for one in job.strategy.devices[1:]]
+    copies = list(job.copies())
+    assert [{each.device for each in copy.values()} for copy in copies] == [{one} for one in job.devices[1:]]
     assert all(copy.keys() == {f"model/{name}" for name, _ in job.model.named_parameters()} for copy in copies)
     ruined = False
 
     def copied() -> list[Mapping[str, Tensor]]:
-        copies = job.strategy.copies(job.model)
+        copies = list(job.copies())
         if ruined:
             copies[0]["model/classifier.weight"].view(-1).view(torch.int32)[5] ^= 1 << 7
         return copies

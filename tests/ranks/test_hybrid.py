@@ -50,10 +50,6 @@ def test_nodes_that_drive_several_devices_train_what_as_many_ranks_do(tmp_path: 
     assert command(tmp_path, *DIGITS, *words, *ddp, "--output", ranks).code == 0
     assert apart(of_run(hybrid), of_run(ranks)) < 1e-9
 
-    # The ledger's shares are those of the plan, which knows how many devices each rank has.
-    judged = command(tmp_path, "verify", "run", hybrid)
-    assert (judged.code, "7 claims hold." in judged.out) == (0, True), judged
-
 
 def test_ranks_with_other_numbers_of_devices_are_refused(tmp_path: Path) -> None:
     (told,) = {sentence(each) for each in _by_hand(tmp_path, "--max-steps", 1, "--output", "run", each=(2, 3))}

@@ -112,7 +112,6 @@ def test_fewer_ranks_take_more_micro_batches_where_memory_forbids_larger_shares(
     assert [(row["plan"]["ranks"], row["plan"]["accumulation"]) for row in starts] == [(3, 1), (2, 2)]
     (told,) = [line for line in starts[1]["lines"] if "cut into 2 global micro-batches" in line]
     assert ("another model" in told) == is_another
-    assert main(["verify", "run", str(tmp_path / "run")]) == 0
     if not is_another:
         whole = curve(pool, tmp_path / "whole", 1, **MLP, batch=60, epochs=1, max_steps=24)
         assert apart(of_run(tmp_path / "run"), whole) < 1e-9
@@ -128,7 +127,7 @@ def test_a_model_that_depends_on_the_nodes_is_refused_where_they_may_change(stra
 MAY_CHANGE = """
 data-dir download workers skip-corrupt on-device accumulate micro-batch eval-batch strategy devices gpus accelerator
 launcher nodes max-restarts init-method clear-meeting interface rank world-size timeout stall-timeout batchnorm
-collectives find-unused precision channels-last compile deterministic resume checkpoint-every output log-every quiet
+collectives precision channels-last compile deterministic resume checkpoint-every output log-every quiet
 verify-every ledger epochs max-steps eval-every patience metric
 """
 """Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""

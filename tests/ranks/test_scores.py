@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep import checkpoint
-from lockstep.checks.ledger import Planned, check
-from lockstep.checks.pages import NAME
 from lockstep.cli.main import main
 from lockstep.config.options import override
 from lockstep.config.schema import DataConfig, RunConfig
@@ -30,7 +28,6 @@ from lockstep.data.source import Indices, Part, Splits, hold_out
 from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
 from lockstep.record.base import Nothing
-from lockstep.record.checks import Check
 from lockstep.sessions.scoring import evaluate_checkpoint
 from lockstep.world.world import World
 
@@ -121,9 +118,6 @@ def test_small_classes_train_and_are_held_out_where_they_have_two_samples(pool: 
 def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
     values = HELD | {"max_steps": 20}
     assert apart(curve(pool, tmp_path, 3, **values, ledger=True), alone(pool, **values)) < 1e-9
-    found = check(tmp_path / NAME, Planned(global_batch=100))
-    # two epochs, one of them cut, two evaluations, and the test set's
-    assert (found.outcome, found.times) == (Check.HOLDS, 5)
 
 
 def _leaking(world: World, folder: Path) -> str:
@@ -145,8 +139,8 @@ def _leaking(world: World, folder: Path) -> str:
 
 def test_a_held_out_sample_that_is_trained_on_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(2, _leaking, tmp_path):
-        assert "Not each sample was trained on exactly once" in said
-        assert "of 1,294 samples came" in said
+        assert "Not each sample was computed exactly once: in epoch 0, " in said
+        assert "beyond the 1,294 samples came" in said
 
 
 def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -166,8 +160,6 @@ def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_sa
         again = pool.run(ranks, _run, values | more, parts)[0]
     assert [(each["steps"], each["exit"]) for each in (told, again)] == [(13 * 4, 0)] * 2
     assert "nothing is left to train" in events(parts, "start")[-1]["lines"][-1]
-    for folder in (whole, parts):
-        assert main(["verify", "run", str(folder)]) == 0
     (more,) = pool.run(1, _run, FROZEN | {"patience": 4}, parts)  # which goes on
     assert more["steps"] == 13 * 5
 
@@ -187,7 +179,6 @@ def test_best_follows_the_validation_set_and_both_are_tested_at_the_end(pool: Ra
         assert all(again[key] == found[key] for key in ("step", "top1", "top5", "samples"))
         assert again["loss"] == pytest.approx(found["loss"], rel=1e-9)
     assert json.loads((tmp_path / "summary.json").read_text())["test"] == told["test"]
-    assert main(["verify", "run", str(tmp_path)]) == 0
 
 
 def test_without_a_validation_set_it_is_said_on_what_best_is_chosen(

@@ -14,15 +14,15 @@ from lockstep.config.options import override, recipe
 from lockstep.config.registry import KINDS, LAUNCHERS, Kind, Launcher
 from lockstep.data.sets import DATA_SETS, Entry
 from lockstep.data.source import Request, Splits
+from lockstep.exchange.base import Exchange
 from lockstep.launchers import start
 from lockstep.launchers.plan import LaunchPlan
-from lockstep.strategies.single import Single
 from lockstep.world.world import World
 
 started: list[str] = []
 
 
-class Mine(Single):
+class Mine(Exchange):
     """A strategy."""
 
 
@@ -40,7 +40,7 @@ def build(request: Request) -> Splits:
 def test_one_file_and_one_line_add_a_strategy_a_launcher_and_a_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KINDS, "mine", Kind(__name__, "Mine", "mine", has_ranks=False, drives_all=False))
+    monkeypatch.setitem(KINDS, "mine", Kind(f"{__name__}:Mine", "mine", has_ranks=False, drives_all=False))
     monkeypatch.setitem(LAUNCHERS, "mine", Launcher(__name__, joins=True))
     monkeypatch.setitem(DATA_SETS, "mine", Entry(build))
     ours = override(recipe("digits"), accelerator="cpu", max_steps=3, output=tmp_path / "ours")

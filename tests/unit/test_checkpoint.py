@@ -73,9 +73,9 @@ def test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training(
 ) -> None:
     may_write, saved = threading.Event(), list[int]()
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **how: Any) -> None:
         assert may_write.wait(10)
-        save_file(*args)
+        save_file(*args, **how)
 
     monkeypatch.setattr(write, "save_file", slow)
     saver = Checkpoints(tmp_path, warn=pytest.fail, saved=lambda step, path: saved.append(step))

@@ -30,7 +30,7 @@ optimizer lr lr-scale momentum nesterov weight-decay schedule milestones gamma w
 loss step metric label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last
 strategy devices gpus accelerator launcher nodes max-restarts init-method clear-meeting interface rank
-world-size timeout stall-timeout batchnorm collectives find-unused
+world-size timeout stall-timeout batchnorm collectives
 precision channels-last compile deterministic
 resume checkpoint-every
 output log-every quiet

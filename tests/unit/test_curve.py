@@ -181,8 +181,6 @@ def test_each_variant_has_the_flags_given_and_is_cut_as_the_reference_was() -> N
             assert words[-3:] == SCRIPT
             assert _after(words, "--accumulate") == ["6" if "accum" in each.name else "3"]
     assert _strategies(_others(_setup(step="mine:step"))) == {"single", "ddp"}
-    assert "--find-unused" not in _others(_setup(find_unused=True))["dp-2"].commands[0]
-    assert "--find-unused" in _others(_setup(find_unused=True))["ddp-2"].commands[0]
 
 
 def test_all_variants_share_the_flags_given_but_those_that_tell_them_apart() -> None:

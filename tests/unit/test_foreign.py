@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lockstep.checkpoint.layout import render
-from lockstep.checks.pages import EVAL, TRAIN, Page
 from lockstep.models import table
 
 from .. import foreign
@@ -31,7 +29,7 @@ from ..foreign import GOLDEN, STEP, copy_of_run, outcome
 from ..hostile import often
 
 SOME = 2 << 20
-VERBS = ("verify", "verify", "verify", "weights", "weights", "diff", "eval", "resume")
+VERBS = ("compare", "runs", "weights", "weights", "diff", "eval", "resume")
 Words = tuple[object, ...]
 
 
@@ -104,27 +102,7 @@ WEIGHTS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def _page(kind: str = TRAIN, *, epoch: int = 0, step: int = 1, samples: int = 1437, held: int = 1) -> bytearray:
-    counts, indices = np.array([[held]], np.uint32), np.arange(held) % 2
-    return bytearray(Page(kind, epoch, step, 1, 1, samples, counts, indices).encode())
-
-
-def _header(page: bytearray, **numbers: int) -> bytes:
-    """Return a page of a ledger with other numbers in its header."""
-    foreign.renumber(page, 0, **numbers)
-    return bytes(page)
-
-
-EMPTY = Page(TRAIN, 0, 1, 1, 1, 1437, np.empty((0, 1), np.uint32), np.empty(0, int)).encode()
 WRITTEN: dict[str, Callable[[], bytes]] = {
-    "ledger.bin no ranks": lambda: _header(bytearray(EMPTY), ranks=0, steps=2**32 - 1),
-    "ledger.bin many micro-batches": lambda: _header(_page(), accumulation=2**32 - 1),
-    "ledger.bin last step": lambda: _header(_page(), first_step=2**64 - 1),
-    "ledger.bin samples": lambda: bytes(_page(samples=2**63)),
-    "ledger.bin no evaluation": lambda: bytes(_page(EVAL, samples=10**12, held=4)),
-    "ledger.bin many epochs": lambda: b"".join(
-        _page(epoch=n, step=n * 6 + 1, samples=2**39, held=2) for n in range(SOME // 360)
-    ),
     "config.toml dotted": lambda: (".".join("a" * 100_000) + " = 1\n").encode(),
     "summary.json nested": lambda: b'{"a": ' + b"[" * SOME + b"]" * SOME + b"}\n",
 }
@@ -185,7 +163,12 @@ def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
         path = next(run.rglob(file))
         path.write_bytes(b"")
         os.truncate(path, 2 << 40)
-    _ends_well(tmp_path, ("eval", run) if name in EVALUATED or file == "config.toml" else ("verify", "run", run))
+    words: Words = ("diff", run, run)
+    if name in EVALUATED or file == "config.toml":
+        words = ("eval", run)
+    elif file in ("summary.json", "steps.jsonl"):
+        words = ("compare", "--output", tmp_path / "report", "--from", run)
+    _ends_well(tmp_path, words)
 
 
 def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
@@ -256,7 +239,8 @@ def test_any_damage_is_a_sentence(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run, whole = copy_of_run(Path(folder)), GOLDEN / "checkpoints" / STEP
         words: dict[str, Words] = {
-            "verify": ("verify", "run", run),
+            "compare": ("compare", "--output", Path(folder) / "report", "--from", run),
+            "runs": ("runs", folder),
             "eval": ("eval", run),
             "diff": ("diff", run, whole),
             "resume": (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import hardware
-from lockstep.checkpoint.state import model_tensors, optimizer_state
+from lockstep.checkpoint.state import model_state, optimizer_state
 from lockstep.cli.main import main
 from lockstep.config.schema import OptimConfig, PrecisionConfig
 from lockstep.training import optim
@@ -72,7 +72,7 @@ def test_units_that_the_default_precision_leaves_idle_are_told(
 
 def test_torch_still_knows_whether_tf32_is_on() -> None:
     # Setting it needs no GPU. Asked through the switches that torch's own parts ask, which raise if set by halves.
-    Precision.of(PrecisionConfig(name="fp32"), torch.device("cuda"))
+    Precision.of(PrecisionConfig(name="fp32"), torch.device("cuda")).set_up_recipe(deterministic=True)
     assert not torch.backends.cuda.matmul.allow_tf32
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         assert not torch.backends.cudnn.allow_tf32
@@ -85,7 +85,7 @@ def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (weight, other)]  # several, as under muon
     # Gradients of 3 in four places and 8 in one: a norm of 10.
     precision.backward(3 * weight.sum() + 8 * other.sum())
-    precision.unscale([weight, other])
+    precision.unscale(optimizers)
     norm = precision.step(optimizers, clip=5.0)
     assert norm is not None
     assert norm.item() == pytest.approx(10.0, rel=1e-6)
@@ -109,13 +109,14 @@ class _Training:
         pairs = zip(self.model.parameters(), gradients, strict=True)
         self.precision.backward(torch.stack([(item * each).sum() for item, each in pairs]).sum())
         with NoReading():
-            self.precision.unscale(self.model.parameters())
+            self.precision.unscale(self.optimizers)
             self.precision.step(self.optimizers, clip=1e9)
+            self.precision.update()
         for each in self.optimizers:
             optim.zero_grad(each)
 
     def bits(self) -> dict[str, bytes]:
-        tensors = model_tensors(self.model) | optimizer_state(self.model, self.optimizers).tensors
+        tensors = model_state(self.model)[0] | optimizer_state(self.model, self.optimizers).tensors
         return {name: held.detach().numpy().tobytes() for name, held in tensors.items()}
 
 
@@ -127,7 +128,7 @@ def test_a_loss_in_half_precision_is_scaled_before_it_is_weighed() -> None:
     assert weights.grad.tolist() == [65536 / 64] * 4
 
 
-@pytest.mark.parametrize("config", [OptimConfig(name=name) for name in ("sgd", "adamw", "muon")])
+@pytest.mark.parametrize("config", [OptimConfig(name=name) for name in ("sgd", "adamw")])
 @pytest.mark.parametrize(("at", "steps_before"), [(0, 0), (3, 0), (1, 2)])
 def test_under_fp16_an_overflow_anywhere_changes_the_scale_alone(
     config: OptimConfig, at: int, steps_before: int

@@ -94,7 +94,6 @@ def test_events_have_their_time_which_is_the_summarys_too(run: Path) -> None:
     assert time.time() - 600 < times[0] < times[-1] < time.time()
     assert not any("time" in row for row in rows if row["event"] == "step")
     assert json.loads((run / "summary.json").read_text())["time"] == times[-1]
-    assert main(["verify", "run", str(run)]) == 0
 
 
 def test_the_manifest_says_when_where_and_by_which_command(run: Path) -> None:
@@ -196,7 +195,7 @@ def test_a_table_is_spoken_of_as_one(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_a_person_at_a_terminal_is_told_what_to_try_next() -> None:
-    assert "lockstep verify run runs/a, lockstep eval runs/a, tensorboard --logdir runs\n" in _shown(True, classes=10)
+    assert "lockstep eval runs/a, tensorboard --logdir runs\n" in _shown(True, classes=10)
     assert "tensorboard" not in _shown(False, classes=10)
 
 
@@ -207,6 +206,6 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         told = refusal(capsys, *words)
         assert "lacks the scheduler" in told
         assert "slurm" in told
-    assert refusal(capsys, "verify").endswith("lacks what to verify, found nothing; give gradients, curve or run.")
+    assert refusal(capsys, "verify").endswith("No proof given, found nothing; use lockstep verify gradients or curve.")
     assert main(["verify", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: lockstep verify WHAT …\n")

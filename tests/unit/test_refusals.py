@@ -55,7 +55,7 @@ TRAIN = """
 --data cifar10 --no-download --data-dir gone | gone/cifar-10-batches-py | allow --download
 --image-size 9                         | --image-size | --data digits | imagefolder
 --optimizer adamw --momentum .5        | --momentum | --optimizer adamw
---strategy dp --find-unused            | --find-unused | --strategy dp | ddp
+--find-unused                          | --find-unused is gone | leave it out
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch
@@ -127,7 +127,6 @@ broken.py                              | broken.py is no script that Python can 
 -m absent_module                       | -m absent_module: there is no such module
 --model mlp --devices 2 --lr 1 mine.py --batch 3 | takes no --model, --lr: the script decides
 --config trained/config.toml mine.py   | takes no --config
---find-unused --seed=1 mine.py         | takes no --find-unused
 --devcies 2 mine.py                    | did you mean --devices
 --strategy dp mine.py                  | drives several devices from one process
 --output mine.py mine.py               | --output mine.py is a file
@@ -196,9 +195,8 @@ GRADIENTS = """
 """
 
 VERIFY = """
-verify run nothing           | is not there; give a run's folder
-verify run photos            | lies in no run's folder
-verify run                   | takes one run, found 0
+verify                       | No proof given, found nothing
+verify run runs/x            | no longer exists | proof.md | gradients or curve
 """
 
 TABLES = {
@@ -276,7 +274,7 @@ def test_a_number_out_of_its_range(refuses: Refuses) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("diff {} b", "eval {}", "verify run {}", "train digits --resume {}"),
+        *("diff {} b", "eval {}", "train digits --resume {}"),
         *("train --data imagefolder --data-dir {}", "train digits --accelerator cpu --output {}"),
     ],
 )

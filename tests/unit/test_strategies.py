@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import ParallelConfig
 from lockstep.errors import RequestError
-from lockstep.strategies.data_parallel import DataParallel, ThreadReplicas
-from lockstep.world.world import World
+from lockstep.exchange.replicas import ThreadReplicas, replicate
 
 
 def test_autocast_holds_in_every_replica() -> None:
@@ -34,11 +32,11 @@ def test_the_first_replicas_statistics_are_kept() -> None:
 
 def test_a_copy_of_a_compiled_model_is_refused() -> None:
     model = nn.Linear(2, 2)
-    strategy = DataParallel(ParallelConfig(strategy="dp", devices=2), World.alone())
-    strategy.wrap(model)
+    devices = [torch.device("cpu")] * 2
+    replicate(model, devices, "dp")
     model.compile()
     with pytest.raises(RequestError, match="--compile cannot work under --strategy dp on 2 devices"):
-        strategy.wrap(model)
+        replicate(model, devices, "dp")
 
 
 class _Moody(nn.Linear):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import RequestError
+from lockstep.exchange.replicas import ThreadReplicas
 from lockstep.models import table
 from lockstep.nn.sync_batchnorm import FoldedBatchNorm2d, SyncBatchNorm, convert, fold, has_batchnorm
-from lockstep.strategies.data_parallel import ThreadReplicas
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 

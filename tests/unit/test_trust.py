@@ -86,7 +86,7 @@ def test_no_other_verb_imports_what_a_file_names_nor_seeks_one_elsewhere(
         assert "there is no config.toml" in refusal(capsys, "eval", path)
     (folder / "run" / "config.toml").write_text(code)
     (folder / "run" / "manifest.json").write_text("{}")
-    for words in (("verify", "run", "run"), ("diff", "run", "run"), ("train", "digits", "--resume", "run")):
+    for words in (("diff", "run", "run"), ("train", "digits", "--resume", "run")):
         assert main([*words]) != 0
     assert main(["doctor", "--accelerator", "cpu", "--config", "run/config.toml"]) == 0
     assert not _imported(folder)
@@ -164,7 +164,7 @@ def _of_runs(folder: Path) -> list[tuple[object, ...]]:
     (run / "summary.json").write_text(json.dumps(held))
     (run / "manifest.json").write_text(json.dumps({NAME: NAME, "chosen": NAME, "versions": {NAME: NAME}}))
     (run / "steps.jsonl").write_text(json.dumps({"event": NAME, "step": NAME}) + "\n" + NAME)
-    return [("verify", "run", run), ("eval", run), ("eval", folder / NAME), ("train", "digits", "--resume", run)]
+    return [("eval", run), ("eval", folder / NAME), ("train", "digits", "--resume", run)]
 
 
 def _of_data(folder: Path) -> list[tuple[object, ...]]:

@@ -14,6 +14,8 @@ from ..files import foreign
 FORMAT, VERSION = "lockstep checkpoint", 1
 STATE, SUMS = "state.json", "checksums.json"
 LINKS = ("last", "best")
+COMPLEX = "complex128"
+"""In a tensor file's metadata: the names, a line each, of tensors kept as pairs of real numbers."""
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 

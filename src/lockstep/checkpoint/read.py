@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from .. import files
 from ..errors import RequestError
-from .layout import FORMAT, STATE, SUMS, VERSION, digest, linked, numbered, render, steps
+from .layout import COMPLEX, FORMAT, STATE, SUMS, VERSION, digest, linked, numbered, render, steps
 from .state import State
 
 _TENSORS = re.compile(r"(\w+)\.safetensors")
@@ -128,7 +129,11 @@ def _verified(named: Path) -> State:
                 meta = _meta(folder)
             else:
                 group = name.partition(".")[0]
-                tensors |= {f"{group}/{key}": tensor for key, tensor in load_file(folder / name).items()}
+                found_tensors = load_file(folder / name)
+                with safe_open(folder / name, "pt") as file:
+                    wide = (file.metadata() or {}).get(COMPLEX, "").split("\n")
+                for key, tensor in found_tensors.items():
+                    tensors[f"{group}/{key}"] = torch.view_as_complex(tensor) if key in wide else tensor
         # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
         if render(sums) != listed:
             raise _DamageError(f"{SUMS} is damaged")

@@ -18,17 +18,26 @@ from . import read
 from .state import State
 
 _META: dict[tuple[type, ...], tuple[str, ...]] = {
-    (int,): ("step", "epochs", "within", "evaluated", "stale", "accumulation", "replicas", "samples", "batch"),
+    (int,): (
+        "step",
+        "epochs",
+        "within",
+        "evaluated",
+        "stale",
+        "accumulation",
+        "replicas",
+        "samples",
+        "batch",
+        "passes",
+    ),
     (int, NoneType): ("planned_epochs",),
     (float,): ("partial_s", "best_top1"),
-    (list,): ("epoch_s", "generators", "names"),
+    (list,): ("epoch_s", "generators", "trained", "names"),
     (dict,): ("config", "contents"),
     (dict, NoneType): ("scores",),
-    (str,): ("batchnorm",),
+    (str,): ("batchnorm", "precision"),
 }
 """The fields of a checkpoint's `meta`, by type; whole numbers are not negative."""
-_LATER: dict[str, Any] = {"stale": 0, "within": 0, "batch": 0, "names": [], "contents": {}}
-"""Fields that older checkpoints lack, and those of a loop of the user's."""
 
 EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
 """The options that an evaluation has to share with the run whose weights it takes."""
@@ -96,7 +105,6 @@ def _newest(path: Path | None, folder: Path | None, world: World) -> Path | None
 
 def _check_meta(meta: dict[str, Any], path: Path) -> None:
     """Raise `RequestError` for an invalid `meta`. A checkpoint can have one with correct checksums."""
-    meta = _LATER | meta
     for name, kinds in ((name, kinds) for kinds, names in _META.items() for name in names):
         found, least = meta.get(name, ...), int(name in ("replicas", "accumulation"))
         ok = type(found) in kinds and (not isinstance(found, int) or least <= found < 2**63)
@@ -107,7 +115,7 @@ def _check_meta(meta: dict[str, Any], path: Path) -> None:
 
 
 def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: Collection[str]) -> None:
-    saved, asked = identity(RunConfig()) | meta["config"], identity(config)  # older ones lack newer options
+    saved, asked = meta["config"], identity(config)
     differ = [f"--{key} {asked[key]} (it has {saved.get(key)})" for key in keys if asked[key] != saved.get(key)]
     if differ:
         anew = f", or begin a new run with its weights by --init-from {path} in place of --resume" * ("lr" in keys)

@@ -33,23 +33,30 @@ class State:
         return {key[len(name) + 1 :]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
 
 
-def model_tensors(model: nn.Module, *, under: str = "model") -> dict[str, Tensor]:
-    """Return the model's parameters and persistent buffers (not copies) as `under/NAME`."""
-    return {f"{under}/{name}": value for name, value in model.state_dict().items()}
+def model_state(model: nn.Module, *, under: str = "model") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what the model's `state_dict` holds: tensors as `under/NAME`, and other values (extra states) by name."""
+    state = model.state_dict()
+    tensors = {f"{under}/{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into the model, in place. Raises what `check_fits` does.
+def load_model(model: nn.Module, tensors: dict[str, Tensor], extra: dict[str, Any] | None = None) -> None:
+    """Load what `model_state` returned, by the model's own `load_state_dict`.
 
-    Buffers get the shapes that they are saved in: a forward pass may have changed them.
+    Buffers get the shapes that they are saved in: a forward pass may have changed them. Raises `RequestError` where it
+    does not fit the model.
     """
     for name, buffer in dict(model.named_buffers()).items():
         if name in tensors and tensors[name].shape != buffer.shape:
             set_buffer(model, name, torch.empty_like(tensors[name], dtype=buffer.dtype, device=buffer.device))
-    check_fits(model, tensors)
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(tensors[name])
+    try:
+        model.load_state_dict(tensors | (extra or {}))
+    except Exception as error:  # a module's own, too
+        check_fits(model, tensors)
+        raise RequestError(
+            f"The checkpoint does not fit the model, whose load_state_dict raised {type(error).__name__}: "
+            f"{' '.join(str(error).split())}. Give the model it was trained with."
+        ) from error
 
 
 def set_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -64,7 +71,8 @@ def set_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Raise `RequestError` where `tensors` do not fit the model. The message names keys and shapes."""
-    missing, foreign, reshaped = misfits(model.state_dict(), tensors)
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    missing, foreign, reshaped = misfits(own, tensors)
     named = {"it lacks ": missing, "the model lacks ": foreign, "": list(reshaped.values())}
     if differences := "; ".join(words + few(names) for words, names in named.items() if names):
         raise RequestError(f"The checkpoint is of another model: {differences}. Give the model it was trained with.")
@@ -119,6 +127,8 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
     numbers: dict[str, Any] = {}
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
+            if parameter not in names:  # a key of the optimizer's own
+                continue
             for key, value in entries.items():
                 name = f"{names[parameter]}/{key}"
                 if isinstance(value, Tensor):
@@ -131,13 +141,12 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
 def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
     """Load the result of `optimizer_state`, on each parameter's device. Raises `RequestError` for a misfit."""
     parameters = dict(model.named_parameters())
-    is_own = "groups" in state.meta  # of a loop of the user's, whose optimizers may keep what they like
     entries: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for path, value in (state.part("optimizer") | state.meta.get("optimizer", {})).items():
         name, _, key = path.rpartition("/")
         if name not in parameters:
             raise RequestError(f"The checkpoint's optimizer has {path}, and the model no such parameter.")
-        if not is_own and not isinstance(value, Tensor) and type(value) not in (int, float):
+        if not isinstance(value, Tensor) and type(value) not in (int, float):
             raise RequestError(f"The checkpoint's optimizer has {path}, which is no number.")
         entries[name][key] = laid_out_as(parameters[name], value) if isinstance(value, Tensor) else value
     names = {parameter: name for name, parameter in parameters.items()}
@@ -147,14 +156,39 @@ def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: Sta
         own = {index: entry for index, parameter in enumerate(order) if (entry := entries[names[parameter]])}
         made = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
         kinds = {frozenset(each) for each in (*made, *(entry.keys() for entry in own.values()))}
-        is_plain = not is_own or any(group.get("fused") for group in optimizer.param_groups)
-        if len(own) < len(made) or (is_plain and len(kinds) > 1):
+        if len(own) < len(made) or len(kinds) > 1:
             raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
-        # Fused kernels walk through a state by its parameter's size; others, such as Adafactor, keep other shapes.
-        for parameter in order if is_plain else ():
-            for key, value in entries[names[parameter]].items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                    found, wanted = tuple(value.shape), tuple(parameter.shape)
-                    raise RequestError(f"The checkpoint's optimizer has {key} {found} for a parameter {wanted}.")
+        for parameter in order:
+            _check_shapes(parameter, entries[names[parameter]])
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": own, "param_groups": groups})
+
+
+def load_own_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's own `state_dict`. Raises `RequestError` for a misfit."""
+    made = sum(bool(entries) for entries in optimizer.state.values())
+    try:
+        optimizer.load_state_dict(state)
+    except Exception as error:  # an optimizer's own, too
+        raise RequestError(
+            f"The checkpoint does not fit the optimizer: {type(optimizer).__name__}.load_state_dict raised "
+            f"{type(error).__name__}: {' '.join(str(error).split())}. Give the optimizer it was trained with."
+        ) from error
+    if sum(bool(entries) for entries in optimizer.state.values()) < made:
+        raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entries = optimizer.state.get(parameter) or {}
+            if group.get("fused"):
+                _check_shapes(parameter, entries)
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.dim():
+                    entries[key] = laid_out_as(parameter, value)
+
+
+def _check_shapes(parameter: Tensor, entries: dict[str, Any]) -> None:
+    """Raise `RequestError` for a state of another shape: fused kernels walk through it by its parameter's size."""
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            found, wanted = tuple(value.shape), tuple(parameter.shape)
+            raise RequestError(f"The checkpoint's optimizer has {key} {found} for a parameter {wanted}.")

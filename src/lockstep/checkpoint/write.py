@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_own, own_folder, reason, shown, sync_folder
-from .layout import FORMAT, LINKS, STATE, SUMS, VERSION, digest, free_name, render, steps
+from .layout import COMPLEX, FORMAT, LINKS, STATE, SUMS, VERSION, digest, free_name, render, steps
 from .read import peek
 from .state import State
 
@@ -135,8 +135,11 @@ def _write_folder(part: Path, groups: Groups, text: bytes) -> None:
     for group, tensors in groups.items():
         for name, tensor in tensors.items():  # as the file has them; the copy of before goes, one by one
             tensors[name] = tensor.contiguous()
+        # Which the format lacks.
+        wide = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+        tensors |= {name: torch.view_as_real(tensors[name]) for name in wide}
         # To a file, not to bytes: that call lets other threads run, while `save` stopped them for 42 ms per 100 MB.
-        save_file(tensors, part / f"{group}.safetensors")
+        save_file(tensors, part / f"{group}.safetensors", metadata={COMPLEX: "\n".join(wide)} if wide else None)
     (part / STATE).write_bytes(text)
     for group in groups:  # which safetensors leaves to the owner alone, whatever the umask grants
         (part / f"{group}.safetensors").chmod((part / STATE).stat().st_mode & 0o777)

@@ -43,7 +43,7 @@ The flags of lockstep train that say which devices and how ranks meet mean the s
 Exit code: 0 a job can run (nothing is red), 1 none can, 2 the request cannot be honoured.
 """
 _STALL_S = 30.0
-_OF_TRAINING = {"batchnorm", "find-unused"}
+_OF_TRAINING = {"batchnorm"}
 """Options of the parallel section that say nothing of devices and of how ranks meet."""
 _STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unchecked": "dim"}
 _MEANINGS = {

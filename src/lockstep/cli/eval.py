@@ -43,7 +43,6 @@ _AT_ONCE = 1024
 """Limit on the run's batch for a rank's evaluation, in images of 224 pixels: more ranks may have trained the run."""
 _OF_TRAINING = (
     *("augment", "accumulate", "micro-batch", "drop-last", "epochs", "max-steps", "eval-every", "patience"),
-    "find-unused",
 )
 _OF_SECTIONS = ("optim", "checkpoint", "record", "proof")
 """Options, one by one and by section, that an evaluation does not read, except for the next ones."""

@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple, get_args
 import tyro
 
 from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
-from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..config.validity import Leaf
 from ..data import sets
@@ -60,14 +59,16 @@ class _Flag(NamedTuple):
         return self.text.removeprefix("--").replace("_", "-")
 
 
+_GONE = {"find-unused": "parameters without a gradient are found in any case; leave it out"}
+"""Flags of earlier versions, and what to do instead."""
+
+
 def check_read(given: Iterable[str], config: RunConfig) -> None:
     """Raise `RequestError` for the first flag without effect in `config`. `given` are flags without dashes.
 
     A flag on the command line must matter; a recipe or a file may set an option that a flag has made idle.
     """
     values, readers = flatten(config), _READERS | {flag: ("data", names) for flag, names in sets.readers().items()}
-    for flag in {flag for kind in KINDS.values() for flag in kind.options}:
-        readers[flag] = ("strategy", tuple(name for name, kind in KINDS.items() if flag in kind.options))
     for flag in (flag for flag in given if flag in readers and values[flag] is not False):
         chooser, fitting = readers[flag]
         chosen = values[chooser]
@@ -140,6 +141,8 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for flag in flags:
         if (leaf := known.get(flag.name)) is None:
+            if gone := _GONE.get(flag.name.removeprefix("no-")):
+                raise RequestError(f"{flag.text} is gone: {gone}.")
             raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
         values[leaf.key] = _value(leaf, flag)
     return values

@@ -22,7 +22,7 @@ VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
     "run": "run a script of your own on every device: lockstep run [flags] SCRIPT [its flags]",
     "eval": "evaluate a checkpoint exactly: lockstep eval RUN [flags]",
-    "verify": "proofs: N ranks against one, variants of a run, a run's records: lockstep verify WHAT",
+    "verify": "proofs: N ranks against one, variants of a run: lockstep verify WHAT",
     "compare": "ways to train side by side, and which to take: lockstep compare RECIPE [--vary OPTION=VALUES]",
     "forecast": "what more devices would bring: lockstep forecast RECIPE --devices 1:64 --network 100GbE",
     "runs": "the runs of a folder as a table: lockstep runs [FOLDER]",

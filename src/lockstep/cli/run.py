@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import user_code
 from ..config.options import leaves, left_to_command
-from ..config.registry import KINDS, per_device
+from ..config.registry import per_device
 from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
 from ..launchers import start
@@ -95,7 +95,7 @@ def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
 
 
 def _known() -> set[str]:
-    return left_to_command() - {flag for kind in KINDS.values() for flag in kind.options}
+    return left_to_command()
 
 
 def _check_script(name: str) -> None:

@@ -155,7 +155,7 @@ def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[Non
     yield from _pass(steps)
     found |= _timed(watcher, loop, begun, counts)
     if is_profiled:  # as one rank of several, without the others
-        found["overlaps"] = loop.prepared.strategy is not None  # a loop of one's own exchanges after the backward
+        found["overlaps"] = True
         watcher.marks_phases = False
         mark_exchanges(loop.prepared.models.values(), clock, on_gpu=world.device.type == "cuda")
         clock.restart()
@@ -288,7 +288,7 @@ def _counted() -> Iterator[dict[str, int]]:
 def _gradient_bytes(loop: Loop, world: World) -> int:
     """Return the bytes that DistributedDataParallel exchanges by itself."""
     prepared = loop.prepared
-    if prepared.strategy is None or (world.memory is not None and world.device.type == "cpu"):
+    if world.memory is not None and world.device.type == "cpu":
         return 0
     models = prepared.models.values()
     return sum(each.nbytes for model in models for each in model.parameters() if each.requires_grad)

@@ -30,12 +30,12 @@ IDENTITY = (
     *("data", "augment", "image-size", "samples", "holdout"),
     *("optimizer", "lr", "lr-scale", "momentum", "nesterov", "weight-decay", "schedule", "milestones", "gamma"),
     *("warmup", "lr-rule", "base-batch", "clip", "loss", "step", "collate", "label-smoothing", "ema"),
-    *("batch", "drop-last", "seed"),
+    *("batch", "drop-last", "draws", "seed"),
 )
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 OF_A_SESSION = (
     *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
-    *("accumulate", "micro-batch", "batchnorm", "precision", "deterministic"),
+    *("accumulate", "micro-batch", "draws", "batchnorm", "precision", "deterministic"),
     *("timeout", "stall-timeout", "collectives"),
 )
 """The options of `lockstep train` that a session takes; on all else the script decides."""

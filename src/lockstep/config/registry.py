@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """A strategy's module, class and description, and its processes and devices."""
+    """A strategy: the class of its exchange, a description, and its processes and devices."""
 
-    module: str
-    type: str
+    exchange: str
+    """module:class, the module from `lockstep.exchange` on where it begins with a dot"""
     phrase: str
     has_ranks: bool  # several processes share the work
     drives_all: bool  # a process drives all devices that are used on its node, not one
-    options: tuple[str, ...] = ()  # flags that it reads and not every strategy does
 
     @property
     def process_per_device(self) -> bool:
@@ -30,10 +29,10 @@ _DP = "one process drives several devices (threads on a CPU)"
 _DDP = "one process a device, gradients all-reduced while backward runs"
 _HYBRID = "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes"
 KINDS = {
-    "single": Kind(".single", "Single", "one device", False, False),
-    "dp": Kind(".data_parallel", "DataParallel", _DP, False, True),
-    "ddp": Kind(".ddp", "DDP", _DDP, True, False, ("find-unused",)),
-    "hybrid": Kind(".hybrid", "Hybrid", _HYBRID, True, True, ("find-unused",)),
+    "single": Kind(".base:Exchange", "one device", False, False),
+    "dp": Kind(".base:Exchange", _DP, False, True),
+    "ddp": Kind(".allreduce:AllReduce", _DDP, True, False),
+    "hybrid": Kind(".allreduce:AllReduce", _HYBRID, True, True),
 }
 
 

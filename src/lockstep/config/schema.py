@@ -118,6 +118,8 @@ class BatchConfig:
     micro_batch: _MaybeInt = None  # Instead of --accumulate: the most samples a rank computes at once.
     eval_batch: _MaybeInt = None  # Samples a rank evaluates at once; by default its share of the global batch.
     drop_last: bool = False  # Leave out an epoch's last, smaller batch.
+    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"
+    """Random numbers of the model and the loop: each rank's own, or one device's, whatever the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,6 @@ class ParallelConfig:
     """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
     """How ranks exchange CPU tensors: gloo, or shared-memory (ranks of one host), which auto takes where it can."""
-    find_unused: bool = False  # ddp, hybrid: search each step for parameters that the loss does not reach (slower).
 
     @property
     def nodes(self) -> int:
@@ -214,7 +215,7 @@ class ProofConfig:
     verify_every: Annotated[int | None, _FromZero, _key(metavar="STEPS")] = None
     """Optimizer steps between checks that all ranks hold the same bits, besides the one before each checkpoint; 0 for
     none at all, by default what costs under 0.5 % of the time."""
-    ledger: bool = False  # Record which sample went into which step on which rank, and check each epoch by it.
+    ledger: bool = False  # Count each sample in every epoch and evaluation; stop unless it came exactly once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +266,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         "--channels-last on": config.precision.channels_last == "on",
         "--on-device on": config.data.on_device == "on",
         "--eval-batch": batch.eval_batch is not None,
-        "--find-unused": parallel.find_unused,
     }
     if optim.step and any(idle.values()):
         told = ", ".join(flag for flag, is_asked in idle.items() if is_asked)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Generator, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from ..batching import BatchPlan
+from ..batching import BatchPlan, Share
 from ..errors import RequestError
 from ..world.random_state import kept
 from ..world.world import World
@@ -33,22 +33,50 @@ _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
 
 
 class Micro(NamedTuple):
-    """This rank's share of one global micro-batch. `size` samples, of `total` in the whole global batch.
+    """This rank's share of one global micro-batch.
 
-    `batch` is collated by the user's function, on the device; where `size` is 0, the global batch's first sample stands
-    in. `last` marks the global batch's last micro-batch. `indices` (size,) are the samples'; for a stream, their
+    `batch` is collated by the user's function, on the device. `indices` (size,) are the samples'; for a stream, their
     positions in this epoch.
     """
 
     batch: Any
-    size: int
-    total: int
-    last: bool
+    share: Share
     indices: Indices
 
+    @property
+    def size(self) -> int:
+        """Number of samples that count; 0 where the global batch's first sample stands in."""
+        return self.share.size
 
-_Shares = Iterator[tuple[Indices, tuple[int, int, bool]]]
-"""The samples to read, one where the share is empty, and `Micro`'s size, total and last."""
+    @property
+    def total(self) -> int:
+        """Number of samples in the global batch."""
+        return self.share.total
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the global batch's last micro-batch."""
+        return self.share.last
+
+
+_Shares = Iterator[tuple[Indices, Share]]
+"""The samples to read, one where the share is empty, and the share."""
+
+
+class Micros:
+    """Iterator over micro-batches; `close` ends its reader."""
+
+    def __init__(self, micros: Iterator[Micro], reader: Any) -> None:
+        self._micros, self._reader = micros, reader
+
+    def __iter__(self) -> Iterator[Micro]:
+        return self
+
+    def __next__(self) -> Micro:
+        return next(self._micros)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class SharedLoader:
@@ -71,19 +99,20 @@ class SharedLoader:
         Raises `RequestError`, on every rank, for loaders that cannot be shared, and where the ranks' data differ.
         """
         self.loader, self._world, self._seed = loader, world, seed
+        self._trial = copy.copy(getattr(loader, "sampler", None))  # a sampler may count how often it is drawn
+        self._drawn_epochs = 0
 
         def planned() -> tuple[BatchPlan, Indices | None]:
             size = _global_batch(loader)
-            drawn = None if isinstance(loader.dataset, IterableDataset) or _is_known(loader.sampler) else self._draw(0)
+            drawn = None if isinstance(loader.dataset, IterableDataset) or _is_known(loader.sampler) else self._try()
             if evaluates:  # a batch of which some rank has no sample is no reason to refuse
                 return BatchPlan(global_size=size, ranks=world.size, accumulation=1), drawn
             return BatchPlan.solve(size, world.size, micro_size=micro_batch, accumulation=accumulate), drawn
 
         self.plan, self._drawn = world.together(planned)
         self.drop_last, self._is_stream = loader.drop_last, isinstance(loader.dataset, IterableDataset)
-        counted: Any = loader.dataset if self._is_stream else loader.sampler if self._drawn is None else self._drawn
-        self._length = len(counted) if hasattr(counted, "__len__") else None  # a stream's own word, and no more
-        self.samples = None if self._is_stream else self._length
+        self.counts_itself = self._drawn is not None and not np.array_equal(self._drawn, self._try())
+        """Whether the sampler's order depends on how often it was drawn."""
         drawn = "" if self._drawn is None else digest(self._drawn)
         facts = {"global batch": self.plan.global_size, "samples": self.samples, "order of digest": drawn}
         check_alike(world, "The DataLoader", facts)
@@ -109,18 +138,60 @@ class SharedLoader:
             return OF_A_SAMPLER
         return SHUFFLED if isinstance(self.loader.sampler, RandomSampler) else ASCENDING
 
+    @property
+    def _length(self) -> int | None:
+        """Number of samples in an epoch that begins now: a data set may grow or shrink between epochs."""
+        if self._drawn is not None:
+            return len(self._drawn)
+        counted: Any = self.loader.dataset if self._is_stream else self.loader.sampler
+        return len(counted) if hasattr(counted, "__len__") else None  # a stream's own word, and no more
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples in an epoch; None for a stream."""
+        return None if self._is_stream else self._length
+
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices; 0 for a stream."""
+        dataset: Any = self.loader.dataset
+        if self._drawn is None or not hasattr(dataset, "__len__"):
+            return self.samples or 0
+        return max(len(dataset), len(self._drawn))  # a sampler may choose some of the data set's samples
+
+    def epoch_order(self, epoch: int, drawn_as: int | None = None) -> Callable[[int, int], Indices]:
+        """Return the training order of `epoch`, as a function from [start, stop) to the samples there.
+
+        `drawn_as` is another number for a further pass. Raises `RequestError` where a sampler changes its length.
+        """
+        samples, drawn_as = self._length or 0, epoch if drawn_as is None else drawn_as
+        if self.order == SHUFFLED:
+            return Order(samples, seed=self._seed, epoch=drawn_as).indices
+        if self._drawn is None:
+            return np.arange
+        drawn = self._draw(self.loader.sampler, epoch, drawn_as)
+        self._drawn_epochs = epoch + 1
+        if len(drawn) != samples:
+            raise RequestError(
+                f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
+                f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
+            )
+        return lambda start, stop: drawn[start:stop]
+
     def steps(self) -> int | None:
         """Return the number of global batches per epoch. A stream's follows from its length; None without one."""
-        return None if self._length is None else self.plan.steps(self._length, drop_last=self.drop_last)
+        length = self._length
+        return None if length is None else self.plan.steps(length, drop_last=self.drop_last)
 
-    def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
+    def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Micros:
         """Yield this rank's training shares, from global batch `first`. Every rank gets as many.
 
-        Raises `RequestError` where a sampler changes its length; errors of the user's own code pass through.
+        `again` counts earlier passes over the same epoch: each has an order and draws of its own. Raises
+        `RequestError` where a sampler changes its length; errors of the user's own code pass through.
         """
-        return self._micros(_TRAINING, epoch, first)
+        return self._micros(_TRAINING, epoch, first, again)
 
-    def shares(self) -> Generator[Micro, None, None]:
+    def shares(self) -> Micros:
         """Yield this rank's evaluation shares. Each sample comes once, in ascending order.
 
         No batch is dropped, and no share is empty unless there are fewer samples than ranks.
@@ -141,42 +212,35 @@ class SharedLoader:
         """End the workers and wait. Workers stuck in a sample are killed after seconds."""
         self._feed.close()
 
-    def _micros(self, purpose: int, epoch: int = 0, first: int = 0) -> Generator[Micro, None, None]:
-        keys = counter.keys(GENERATORS, self._seed, epoch, purpose)
+    def _micros(self, purpose: int, epoch: int = 0, first: int = 0, again: int = 0) -> Micros:
+        drawn_as = epoch + (again << 32)
+        keys = counter.keys(GENERATORS, self._seed, drawn_as, purpose)
         tasks: Iterator[Any] = iter(())
         if self._is_stream:
             spare = self._world.size if purpose == _EVALUATION else 0
             stream = Stream(self.loader, self.plan, self._world.rank, spare, keys, epoch, first)
             self._feed = Feed(stream, stays=False, **self._options)
         else:
-            shares = self._training(epoch, first) if purpose == _TRAINING else self._evaluation()
+            shares = self._training(epoch, first, drawn_as) if purpose == _TRAINING else self._evaluation()
             tasks = ((keys, *each) for each in shares)
             if self.samples and not self.is_compared and self._first is None:
                 places = spread(self.samples)
                 tasks = chain([(keys, places if self._drawn is None else self._drawn[places], None)], tasks)
-        for indices, note, batch in self._feed.answers(keys, tasks):
-            if note is None:
-                self._first = self._first or batch
-                continue
-            size, total, last = note
-            yield Micro(self._moved(batch), size, total, last, indices[:size])
+        # Nothing here refers to a batch that was handed out: a session asks whether its user still has it.
+        return Micros(filter(None, map(self._made, answers := self._feed.answers(keys, tasks))), answers)
 
-    def _training(self, epoch: int, first: int) -> _Shares:
+    def _made(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
+        indices, share, batch = answer
+        if share is None:
+            self._first = self._first or batch
+            return None
+        return Micro(self._moved(batch), share, indices[: share.size])
+
+    def _training(self, epoch: int, first: int, drawn_as: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
-        order: Callable[[int, int], Indices] = np.arange
-        if self.order == SHUFFLED:
-            order = Order(samples, seed=self._seed, epoch=epoch).indices
-        elif self._drawn is not None:
-            drawn = self._draw(epoch)
-            order = lambda start, stop: drawn[start:stop]  # noqa: E731
-            if len(drawn) != samples:
-                raise RequestError(
-                    f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
-                    f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
-                )
-        shares = self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last)
-        for start, stop, size, total, last in shares:
-            yield order(start, stop), (size, total, last)
+        order = self.epoch_order(epoch, drawn_as)
+        for share in self.plan.shares(samples, self._world.rank, first=first, drop_last=drop_last):
+            yield order(share.start, share.stop), share
 
     def _evaluation(self) -> _Shares:
         ranks, rank, samples = self._world.size, self._world.rank, self._length or 0
@@ -185,25 +249,38 @@ class SharedLoader:
         for batch in range(batches):
             start, stop = (part * samples // batches for part in (batch, batch + 1))
             begin, end = (start + part * (stop - start) // ranks for part in (rank, rank + 1))
-            share = np.arange(begin, end) if end > begin else np.array([start])
-            yield share if chosen is None else chosen[share], (end - begin, stop - start, True)
+            read = np.arange(begin, end) if end > begin else np.array([start])
+            size, total = end - begin, stop - start
+            share = Share(int(read[0]), int(read[-1]) + 1, size, total, True, batch, 0, begin - start, total)
+            yield read if chosen is None else chosen[read], share
 
-    def _draw(self, epoch: int) -> Indices:
-        """Return the sampler's indices, equal on every rank. They do not depend on earlier draws."""
-        sampler = self.loader.sampler
+    def catch_up(self, epochs: int) -> None:
+        """Draw from a sampler that counts its own epochs as often as a run of `epochs` epochs has."""
+        if self.counts_itself:
+            for epoch in range(self._drawn_epochs, epochs):
+                self._draw(self.loader.sampler, epoch, epoch)
+            self._drawn_epochs = max(self._drawn_epochs, epochs)
+
+    def _try(self) -> Indices:
+        """Return the first epoch's indices of a copy of the sampler."""
+        sampler = self._trial
         if not hasattr(sampler, "__len__"):  # as with those that never end
             raise RequestError(
                 f"The DataLoader's sampler, a {type(sampler).__name__}, has no length; give it a __len__."
             )
+        return self._draw(sampler, 0, 0)
+
+    def _draw(self, sampler: Any, epoch: int, drawn_as: int) -> Indices:
+        """Return the sampler's indices, equal on every rank. The global generators are seeded for it, and kept."""
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(epoch)
         own = [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, torch.Generator)]
         states = [generator.get_state() for generator in own]
         for number, generator in enumerate(own):
-            generator.manual_seed(counter.key(self._seed, epoch, _SAMPLER, number))
+            generator.manual_seed(counter.key(self._seed, drawn_as, _SAMPLER, number))
         try:
             with kept():
-                seed(counter.keys(GENERATORS, self._seed, epoch, _SAMPLER), 0)
+                seed(counter.keys(GENERATORS, self._seed, drawn_as, _SAMPLER), 0)
                 return np.array([operator.index(each) for each in sampler], np.int64)
         finally:
             for generator, state in zip(own, states, strict=True):  # the user may draw from it, too

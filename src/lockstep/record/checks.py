@@ -32,7 +32,7 @@ class Check:
     FAILS: ClassVar[str] = "fails"
     OPEN: ClassVar[str] = "not checked"
 
-    name: str  # its key in `summary.json`: replicas, ledger, …
+    name: str  # its key in `summary.json`: replicas, samples, …
     claim: str  # a sentence without its full stop
     outcome: str  # HOLDS, FAILS or OPEN
     times: int = 0  # how often it was checked

@@ -165,7 +165,7 @@ class Terminal(Notices):
         if self._live and fields["output"] and "classes" in self._run:
             run = shlex.quote(fields["output"])
             above = shlex.quote(str(Path(fields["output"]).parent))
-            tries = f"lockstep verify run {run}, lockstep eval {run}, tensorboard --logdir {above}"
+            tries = f"lockstep eval {run}, tensorboard --logdir {above}"
             self._out.say((f"worth a try: {tries}", "bright_black"))
 
 

@@ -27,7 +27,7 @@ from ..files import LOCK, REFUSED, check_own, lines_of, ours, shown
 
 RUNS = Path("runs")
 _WRITTEN = (
-    *("config.toml", "manifest.json", "steps.jsonl", "ledger.bin", "summary.json", "proof.md", "events.out.tfevents.*"),
+    *("config.toml", "manifest.json", "steps.jsonl", "summary.json", "proof.md", "events.out.tfevents.*"),
     *("checkpoints", "failures", "output"),
 )
 """The names of a run's files, of which the manifest is written at the start."""

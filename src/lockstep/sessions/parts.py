@@ -1,8 +1,9 @@
-"""Preparation of a session's models, optimizers, schedules and loaders."""
+"""Preparation of a session's models, optimizers and loaders."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,34 +16,61 @@ from torch.utils.data import DataLoader
 from .. import _torch
 from ..data.share import SharedLoader
 from ..training.optim import zero_grad
-from ..training.precision import Precision
+from ..training.precision import Precision, cast
 from ..world.world import World
+from .attach import attach
 
 
 def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
-    """Place the model on this rank's device (*collective*). Weights are rank 0's; forward runs in `precision`."""
-    model = model.to(world.device, precision.cast)
+    """Place the model on this rank's device (*collective*). Weights are rank 0's; it computes in `precision`.
+
+    So do its methods other than `forward`.
+    """
+    model = model.to(world.device)
+    if precision.cast is not None:
+        cast(model, precision.cast)
     with torch.no_grad():
         world.broadcast([*model.parameters(), *model.buffers()])
 
-    def forward(own: Any, *given: Any, **named: Any) -> Any:
+    def computed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with precision.autocast():
-            found = own(*given, **named)
+            found = method(*args, **kwargs)
         return found if torch.is_autocast_enabled(world.device.type) else _as_float32(found)
 
     if precision.name in ("bf16", "fp16"):
-        refine(model, "forward", forward)
+        for owner in {id(each): each for each in (model, _torch.inner(model))}.values():
+            for name in ("forward", *_methods(type(owner))):
+                attach(owner, name, computed, copies=True)
     return model
 
 
-def refine(owner: Any, name: str, by: Callable[..., Any]) -> None:
-    """Have `owner.name(…)` call `by(original, …)`. Only its class changes: copies are independent, state stays."""
-    kind: Any = type(owner)
+def _methods(kind: type) -> list[str]:
+    """Return a model's own public methods: those that its class and its bases define below nn.Module."""
+    found: dict[str, None] = {}
+    for base in kind.__mro__:
+        if base is nn.Module or base.__module__.startswith("torch."):
+            continue
+        for name, value in vars(base).items():
+            if not name.startswith("_") and inspect.isfunction(value) and not hasattr(nn.Module, name):
+                found[name] = None
+    return [name for name in found if name != "forward"]
 
-    def refined(self: Any, *given: Any, **named: Any) -> Any:
-        return by(types.MethodType(getattr(kind, name), self), *given, **named)
 
-    owner.__class__ = type(kind.__name__, (kind,), {name: refined, "__module__": kind.__module__})
+class Watched:
+    """Forward hook by which a session knows its batches again. That of a copy or pickle of the model is idle."""
+
+    def __init__(self, see: Callable[[Any], None] | None = None) -> None:
+        self._see = see
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._see is not None and not torch.compiler.is_compiling():
+            self._see((args, kwargs))
+
+    def __reduce__(self) -> Any:
+        return Watched, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
+        return Watched()
 
 
 def step_by(optimizer: Optimizer, by: Callable[[Optimizer, Callable[[], Any], Any], Any]) -> None:
@@ -57,6 +85,12 @@ def step_by(optimizer: Optimizer, by: Callable[[Optimizer, Callable[[], Any], An
     optimizer.step = types.MethodType(functools.update_wrapper(step, own), optimizer)  # type: ignore[method-assign]
     if type(optimizer).zero_grad is Optimizer.zero_grad:
         optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that this one steps, itself last: SAM, Lookahead and others keep one as an attribute."""
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer]
+    return [*(found for each in inner for found in with_inner(each)), optimizer]
 
 
 class Loader:
@@ -77,6 +111,8 @@ class Loader:
         return steps
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "shared"):  # of a copy that is not whole yet
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
 

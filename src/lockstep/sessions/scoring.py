@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import user_code
 from ..checkpoint import resume
+from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError
@@ -48,12 +49,11 @@ class Classifier:
         self._job, self._loop = job, session.loop
 
     def begin(self) -> None:
-        """Begin the run, check the user's loss, dry-run a step (*collective*)."""
+        """Begin the run, check the user's loss (*collective*)."""
         job = self._job
         self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
-        job.strategy.prepare(job.model, self._dry_run)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
         """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,)."""
@@ -64,10 +64,6 @@ class Classifier:
     def _first(self) -> Micro:
         with contextlib.closing(self._job.micros(0)) as micros:
             return next(micros)
-
-    def _dry_run(self) -> None:
-        first = self._first()
-        self._job.train_step(first.total, [first.batch])
 
     def _check_loss(self) -> None:
         """Raise `RequestError` unless the user's loss sums over samples. Probes the run's first samples."""
@@ -95,13 +91,16 @@ class Classifier:
 
     def _scored(self, source: Data, **told: Any) -> Scores:
         """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
-        loop, ledger = self._loop, self._loop.checks.ledger
+        loop, check = self._loop, self._loop.checks.samples
         loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
-        how: dict[str, Any] = {} if ledger is None else {"note": ledger.add_evaluated}
+        counts = None if check is None else SampleCounts(len(source))
+        how: dict[str, Any] = {} if counts is None else {"note": counts.add}
         how["warn"] = lambda text: loop.recorder.record("warning", text=text)
         scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
         if scores is None:
             raise loop.stopped()
+        if check is not None and counts is not None:
+            check.end_evaluation(counts, len(source), loop.position.step)
         return scores
 
     def _test(self, weights: str, of_step: int) -> dict[str, Any]:
@@ -110,8 +109,6 @@ class Classifier:
         step = loop.position.step
         epoch = (step - 1) // self._job.steps()
         scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
-        if loop.checks.ledger is not None:
-            loop.checks.ledger.end_evaluation(epoch, step, len(data))
         loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
         return {"step": of_step} | scores
 
@@ -154,7 +151,8 @@ def scored(job: Job, source: Data, **how: Any) -> Scores | None:
     """Return `evaluate`'s scores of the job's model or average (*collective*)."""
     models = list(job.groups.values())
     for model in models:
-        job.strategy.agree_on_buffers(model)
+        if job.batchnorm != "sync":
+            job.world.broadcast(list(model.buffers()))
     how |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
     batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
     return evaluate(models[-1], source, job.world, batch=batch, **how)

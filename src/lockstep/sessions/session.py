@@ -9,27 +9,36 @@
 
 The loader's batch size is the global batch. The loader yields this rank's share of one global micro-batch; the
 gradients of all shares are weighted to add up to those of the mean over the global batch, and summed over the
-ranks at the end of the last micro-batch's backward pass. Methods marked *collective* are called by every rank.
+ranks while the last micro-batch's backward pass runs. Methods marked *collective* are called by every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, default_collate
 
+from .. import _torch
 from ..checkpoint.resume import accumulation
+from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError
+from ..exchange import base
+from ..exchange.base import Header
+from ..exchange.batch import GlobalBatch, check_loss, on_device
+from ..exchange.method import exchange_of
 from ..models.modes import evaluating
 from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
@@ -37,17 +46,23 @@ from ..record.telemetry import SAMPLED
 from ..runs.run import Opened
 from ..steps.loop import Loop
 from ..steps.prepared import Prepared, Source
-from ..training.gradients import GlobalBatch, check_loss, on_device
+from ..training.draw_watch import DrawWatch
+from ..training.draws import GlobalDraws
 from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World
 from . import parts, script
+from .attach import attach, gate_schedule
+from .first_step import FirstStep
+from .shares import Handed, Shares, samples_in
 
 _TAKEN = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """Names that records have of their own."""
+_CHECKED = 3  # first steps after which the ranks' generators are compared
+_CHECKED_EVERY = 50  # steps, from then on
 _EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
 
 
@@ -70,20 +85,40 @@ class Session:
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
-        self.prepared = prepared or Prepared(ours.config, world, self.precision)
+        self.prepared = prepared or Prepared(
+            ours.config, world, self.precision, exchange=exchange_of(world) if world.size > 1 else base.Exchange(world)
+        )
+        self.exchange = self.prepared.exchange
+        self._held.callback(self.exchange.close)
         self.loop = Loop(ours, self.prepared)
         self._held.callback(self.loop.close)
-        self._batch = GlobalBatch(world, self.precision)
+        self._batch = GlobalBatch(self.exchange)
+        self._shares = Shares()
         self._loaders: list[SharedLoader] = []
         self._evaluated: dict[DataLoader[Any], SharedLoader] = {}
-        self._micro: Micro | None = None  # the share under way; None outside of a loader's loop
-        self._is_apart = False  # a share is under way of a loader by which no steps are counted
-        self._is_evaluating = False
+        self._pass_number = 0  # of the next pass over any prepared loader
+        self._passes: dict[int, int] = {}  # by loader: passes over it in this epoch
+        self._trained: Handed | None = None  # the share of the last backward pass, until its batch is settled
+        self._outside = 0  # backward passes outside of a loader's loop
+        self._evaluations = 0
+        self._evaluating: Micro | None = None  # the share under way of an evaluation
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
+        self._is_scaler_stepping = self._has_warned_of_gather = False
         self._lr = 0.0
         self._norm: Tensor | None = None
+        self._first_step: FirstStep | None = None
+        scaler = self.precision.scaler
+        self._unscale = None if scaler is None else lambda: self.precision.unscale(self.prepared.optimizers)
+        is_global, seed = ours.config.batch.draws == "global", ours.config.seed
+        self._draws = GlobalDraws(world, seed) if is_global else None
+        self._draw_watch = DrawWatch(world) if world.size > 1 and not is_global else None
+        self._is_watching = False
+        self._before = {id(module) for module in _modules_so_far()} if prepared is None else set()
         if prepared is None:
             seed_weights(config.seed)
+        else:
+            for model in prepared.models.values():
+                self._watch(model)
 
     @property
     def rank(self) -> int:
@@ -98,16 +133,25 @@ class Session:
     @property
     def is_last(self) -> bool:
         """Whether the current share completes the global batch. Optimizers and schedules then step."""
-        return self._micro is None or self._micro.last
+        current = self._shares.current
+        return current is None or current.share.last
 
     @property
     def samples(self) -> int:
         """Number of samples in the current share. 0 for an empty share, whose stand-in sample does not count."""
-        return 0 if self._micro is None else self._micro.size
+        if self._evaluating is not None:
+            return self._evaluating.size
+        current = self._shares.current
+        return 0 if current is None else current.share.size
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether a share is under way, of training or of an evaluation."""
+        return self._evaluating is not None or self._shares.current is not None
 
     @property
     def _counts(self) -> bool:
-        return self._micro is None or self._micro.size > 0
+        return not self._is_within or self.samples > 0
 
     @property
     def step(self) -> int:
@@ -122,8 +166,11 @@ class Session:
         one that yields this rank's share of each batch. Other objects with `state_dict` and `load_state_dict` are saved
         with the rest. Raises `RequestError` for objects that cannot be prepared, and once the loop has begun.
         """
-        if self.loop.has_begun:
-            raise RequestError("session.prepare was called after the loop had begun; prepare everything before it.")
+        if self.loop.has_begun and not all(isinstance(part, DataLoader) for part in given):
+            raise RequestError(
+                "session.prepare was called after the loop had begun; prepare models, optimizers and schedules before "
+                "it. Only further DataLoaders may come later."
+            )
         ready = tuple([self._ready(part) for part in given])
         return ready[0] if len(ready) == 1 else ready
 
@@ -135,11 +182,16 @@ class Session:
                 part = part if prepared.batchnorm == "local" else sync_batchnorm.convert(part, self.world)
             number = len(prepared.models) + 1
             part = parts.place(part, self.world, self.precision)
-            prepared.models["model" if number == 1 else f"model_{number}"] = part
-            self._batch.add_model(part)
+            prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
+            self.exchange.attach(part)
+            self._watch(part)
+            if id(part) in self._before or id(_torch.inner(part)) in self._before:
+                prepared.cautions.append(
+                    "the model was made before lockstep.session(): its weights do not follow from the seed, and "
+                    "another start may draw others; call lockstep.session() first"
+                )
         elif isinstance(part, Optimizer):
-            prepared.optimizers.append(part)
-            parts.step_by(part, self._step)
+            self._take_optimizers(part)
         elif isinstance(part, DataLoader):
             self._loaders.append(self._shared(part))
             prepared.first_loader = prepared.first_loader or self._loaders[-1]
@@ -148,14 +200,64 @@ class Session:
             raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             prepared.others.append(part)
-            if isinstance(part, LRScheduler):
-                parts.refine(part, "step", lambda step, *how, **more: step(*how, **more) if self.is_last else None)
+            if not isinstance(part, LRScheduler):
+                for held in vars(part).values() if hasattr(part, "__dict__") else ():
+                    if isinstance(held, Optimizer):
+                        self._take_optimizers(held)
         else:
             raise RequestError(
                 "session.prepare takes models, optimizers, DataLoaders, schedules, and objects with state_dict and "
                 f"load_state_dict; found a {type(part).__name__}."
             )
         return part
+
+    def _take_optimizers(self, outer: Optimizer) -> None:
+        """Take an optimizer, and those that it keeps and steps itself."""
+        prepared = self.prepared
+        for optimizer in parts.with_inner(outer):
+            if optimizer not in prepared.optimizers:
+                prepared.optimizers.append(optimizer)
+                parts.step_by(optimizer, self._step)
+            if optimizer is not outer:
+                prepared.inner.add(optimizer)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Have the model's forward say which batch it is called with."""
+        handle = model.register_forward_pre_hook(parts.Watched(self._see), with_kwargs=True)
+        self._held.callback(handle.remove)
+
+    def _see(self, values: Any) -> None:
+        if self._evaluating is None:
+            before = self._shares.current
+            self._shares.see(values)
+            if self._shares.current is not before:
+                self._stand_in()
+                self._resume_share()
+
+    def _stand_in(self) -> None:
+        current = self._shares.current
+        stands_in = current is not None and current.share.size == 0 and self.prepared.batchnorm == "sync"
+        if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
+            SyncBatchNorm.stand_in = stands_in
+
+    def _begin(self, epochs: int | None) -> None:
+        """Begin the loop (*collective*)."""
+        source = self.prepared.source
+        if source is not None and source.plan.accumulation > 1:
+            # What steps once in a global batch steps at its end, as optimizers do.
+            for part in (*self.prepared.others, *self.prepared.models.values()):
+                if isinstance(part, LRScheduler):
+                    gate_schedule(part, lambda: self.is_last)
+                for name in ("update_parameters", "unscale_", "update"):
+                    if isinstance(part, AveragedModel | torch.amp.GradScaler) and hasattr(part, name):
+                        attach(part, name, self._at_last)
+                if isinstance(part, torch.amp.GradScaler):
+                    attach(part, "step", self._at_last)
+        self.loop.begin(epochs)
+        self._first_step = FirstStep(self.prepared, is_in_epochs=epochs is not None)
+
+    def _at_last(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs) if self.is_last else None
 
     def _shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
         config = self.loop.config
@@ -179,31 +281,64 @@ class Session:
                 "session.epochs was called again after its last epoch; a session has one loop over epochs."
             )
         if not self.loop.has_begun:
-            self.loop.begin(count)
+            self._begin(count)
         self._in_epochs = True
+        has_stepped = self.step > 0
         while self.loop.goes_on(count):
+            self._passes.clear()
             before = self.step
+            has_trained = self._outside, self._pass_number
             yield self.loop.position.epochs
-            if self._has_gradients and self.step == before:
-                why = "no optimizer has stepped after session.backward: call optimizer.step()"
-                if self._has_stepped:
-                    why = "its loop was over no loader that session.prepare returned: go over that one"
-                raise RequestError(f"An epoch is over, and {why}.")
-            self.loop.end_epoch()
+            is_outside = self._outside > has_trained[0] and self._pass_number == has_trained[1]
+            self._settle()
+            if self.step > before and is_outside and self.prepared.source is not None:
+                raise RequestError(
+                    "An epoch is over, and its loop was over no loader that session.prepare returned: go over that one."
+                )
+            has_stepped = has_stepped or self.step > before
+            if self._has_gradients and self.step == before and not has_stepped:
+                self._warn(
+                    "an epoch is over without an optimizer step: session.backward was called, optimizer.step() not"
+                )
+            self._end_epoch()
+        if self._has_gradients and not has_stepped:
+            raise RequestError(
+                "The last epoch is over, and no optimizer has stepped after session.backward: call optimizer.step()."
+            )
         self._in_epochs = False
         self.loop.finish()
 
+    def _end_epoch(self) -> None:
+        self._end_draws()
+        self._shares.leave()
+        self.exchange.meet(Header(base.END_EPOCH, self.step))
+        self.loop.end_epoch(pending=self._has_gradients)
+
+    def _warn(self, text: str) -> None:
+        self.loop.recorder.record("warning", text=text[0].upper() + text[1:] + ".")
+
     def batches(self, source: Source) -> Generator[Any, None, None]:
-        """Yield this rank's shares of an epoch. Counts a step after each whole batch of the first source."""
-        loop, progress, counts = self.loop, self.world.progress, source is self.prepared.source
-        position, strategy, replica = loop.position, self.prepared.strategy, self.prepared.replica
+        """Yield this rank's shares of an epoch. Steps are counted by the batches of the first source."""
+        loop, progress = self.loop, self.world.progress
+        counts = source is self.prepared.source and not loop.is_finished
+        self._settle()
+        place = self._passes[id(source)] = self._passes.get(id(source), -1) + 1
+        number, self._pass_number = self._pass_number, self._pass_number + 1
         # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
-        micros = source.micros(position.epochs, first=position.within if counts else loop.resumed_at)
+        first = loop.begin_pass(place) if counts and loop.has_begun else 0 if place else loop.resumed_at
+        if first is None:  # a resumed run has trained on this pass
+            return
+        may_drop = isinstance(source, SharedLoader) and source.loader.collate_fn is not default_collate
+        micros = source.micros(loop.position.epochs, first=first, again=place)
         if counts and loop.has_begun:
             loop.start_clock()
-        micro: Micro | None = None
+        steps, index = self.step, first * source.plan.accumulation
         try:
-            while not (counts and loop.is_done):  # --max-steps
+            while True:
+                self._settle()
+                if counts and loop.is_done and not loop.is_finished:  # --max-steps
+                    break
+                self._end_draws()  # those of the data follow from (seed, epoch, sample)
                 progress.enter("data")
                 begun_s = time.perf_counter()
                 micro = next(micros, None)
@@ -211,62 +346,91 @@ class Session:
                 progress.enter("")  # what follows is the caller's own code
                 if micro is None:
                     break
-                if not counts:
-                    self._is_apart = self._micro is None
-                    yield micro.batch
-                    self._is_apart = False
-                    continue
-                self._micro = micro
-                self._batch.number = 0
-                stands_in = micro.size == 0 and self.prepared.batchnorm == "sync"
-                if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
-                    SyncBatchNorm.stand_in = stands_in
-                if loop.has_begun:
-                    loop.note_samples(micro.indices)
-                if strategy is None or replica is None:
-                    yield micro.batch
-                else:
-                    with strategy.sync_on(replica, last=micro.last and loop.exchanges):
-                        yield micro.batch
-                if micro.last and loop.has_begun:
-                    loop.count_batch()
-                    self._end_step(micro.total)
-            if counts and loop.has_begun:
-                loop.end_data()
+                samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
+                handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
+                handed.place, handed.indices = place, micro.indices
+                index += 1
+                if counts or self._shares.current is None or not self._shares.current.counts:
+                    self._shares.hand_out(handed, micro.batch)
+                    self._stand_in()
+                    self._begin_draws(handed)
+                if counts and not place and loop.has_begun and not loop.is_finished:
+                    loop.note_samples(handed.indices, last=handed.share.last)
+                box = [micro.batch]
+                del micro  # nothing here keeps a batch alive
+                yield box.pop()
+            self._shares.leave()
+            self._stand_in()
+            self._end_draws()
+            if counts and loop.has_begun and not loop.is_finished:
                 self._compare_data()
-                if not self._in_epochs:
-                    loop.end_epoch()
+                if not self._in_epochs and self.step > steps:
+                    loop.end_data()
+                    self._end_epoch()
+                    self._passes.clear()
         finally:
             micros.close()  # with workers that read ahead
-            if counts:
-                # The caller has left the loop within a batch, maybe by an error: wait for no other rank.
-                if micro is not None and not micro.last:
-                    self._batch.drop()
-                elif micro is not None and self._has_stepped:
-                    loop.count_batch()
-                self._count_step(micro.total if micro is not None and micro.last else 0)
-                self._micro, SyncBatchNorm.stand_in = None, False
-                if not loop.has_begun:  # a look at the data, whose values are of no step
-                    loop.meter.pending.values.clear()
-            self._is_apart = False
+            if not loop.has_begun:  # a look at the data, whose values are of no step
+                loop.meter.pending.values.clear()
 
-    def _count_step(self, samples: int) -> bool:
-        """End a batch and count any optimizer step; return whether one happened."""
+    def _begin_draws(self, handed: Handed) -> None:
+        """Make the draws of the code that follows those of one device, or, in the first step, watch them."""
+        share, epoch = handed.share, self.loop.position.epochs
+        if self._draws is not None:
+            number = ((epoch << 16 | handed.place) << 40) + (share.step << 8) + share.micro
+            self._draws.begin(share.row, share.size, share.rows, number)
+        elif self._draw_watch is not None and not self._is_watching and handed.counts and self.loop.has_begun:
+            self._is_watching = True
+            self._draw_watch.begin()
+
+    def _resume_share(self) -> None:
+        if self._draws is not None and self._draws.is_active and self._shares.current is not None:
+            share = self._shares.current.share
+            self._draws.resume_share(share.row, share.size, share.rows)
+
+    def _end_draws(self) -> None:
+        if self._draws is not None:
+            self._draws.end()
+
+    def along(self, dimension: int | None) -> contextlib.AbstractContextManager[None]:
+        """Return a context that says where draws have their samples: along `dimension`, or nowhere (None).
+
+        Under `draws="global"`, for draws whose shape does not tell. Without effect otherwise.
+        """
+        return contextlib.nullcontext() if self._draws is None else self._draws.along(dimension)
+
+    def _settle(self) -> None:
+        """End the global batch that was trained on last, if it is complete, and count its step (*collective*)."""
+        handed = self._trained
+        if handed is not None and not handed.share.last:
+            return
+        if handed is None and not self._has_stepped:
+            return
+        self._trained = None
+        self._end_step(0 if handed is None else handed.share.total, handed)
+
+    def _end_step(self, samples: int, handed: Handed | None = None) -> None:
+        loop = self.loop
+        if handed is not None and handed.counts and loop.has_begun:
+            loop.count_batch(handed.place, handed.share.step)
         self._batch.end(samples)
-        if not self._has_stepped:  # a loop may step once in several batches: the step has their sum
-            return False
-        if self.precision.scaler is not None:
-            self.precision.scaler.update()
-        self._has_stepped = self._has_gradients = False
-        self.loop.count_step(*self._batch.taken(), self._lr, self._norm)
-        return True
-
-    def _end_step(self, samples: int) -> None:
-        if self._count_step(samples):
+        if self._has_stepped:  # a loop may step once in several batches: the step has their sum
+            self.precision.update()
+            self._has_stepped = self._has_gradients = False
+            loop.count_step(*self._batch.taken(), self._lr, self._norm)
             if not self._has_compared:
                 self._has_compared = True
                 self._compare_data()
-            self.loop.end_step()
+                if self._first_step is not None:
+                    for caution in self._first_step.cautions():
+                        self._warn(caution)
+            if self._draw_watch is not None and self._is_watching:
+                if drawn := self._draw_watch.end():
+                    self._warn(drawn)
+                self._draw_watch = None
+            if self._draws is not None and (self.step <= _CHECKED or self.step % _CHECKED_EVERY == 0):
+                self._draws.check()
+            loop.end_step()
         elif self._has_gradients and not self.prepared.optimizers:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
 
@@ -276,68 +440,118 @@ class Session:
             if not loader.is_compared and (doubt := loader.compare()):
                 self.loop.recorder.record("warning", text=doubt)
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, reduction: str = "mean") -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        batch: Any = None,
+        retain_graph: bool = False,
+    ) -> None:
         """Add gradients of this rank's `loss` (0-dim) to the global batch's (*collective*).
 
         A mean is taken as one over this rank's samples, or over `weight` things, such as tokens that count; a sum, by
         `reduction="sum"`, as one over the whole batch, divided by all ranks' `weight` where that is given. After a
-        batch's last micro-batch the gradients are those of the global batch on every rank. Raises `RequestError` for a
-        loss that is no number, and for a total weight of zero.
+        batch's last micro-batch the gradients are those of the global batch on every rank. `batch` says which batch
+        the loss is of, by any tensor of it, in a loop that reads ahead and changes what it reads before the model's
+        forward. Raises `RequestError` for a loss that is no number, for a total weight of zero, and where it cannot be
+        known which batch is meant; `RunError` where ranks train different batches.
         """
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             check_loss(loss)
         if reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
-        micro, progress = self._micro, self.world.progress
-        if not self._batch.parameters:
+        progress = self.world.progress
+        if not self.exchange.parameters:
             raise RequestError(
                 "session.backward was called, and session.prepare was given no model, so that each rank would train "
                 "one of its own: give it model, optimizer and loader."
             )
-        if self._is_apart and micro is None:
+        handed = self._shares.take(batch)
+        self._resume_share()
+        if handed is not None and not handed.counts:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "
                 "steps are counted by the first one's batches; give it this one first, or go over both together."
             )
+        self._come_to(handed)
         if not self.loop.has_begun:  # in a loop that does not go over `epochs`
-            self.loop.begin(None)
-            if micro is not None:
-                self.loop.note_samples(micro.indices)
-        self._has_gradients = True
-        factor: float | Tensor = 1.0
-        if weight is not None:
-            weight = weight if self._counts else 0.0
-            if isinstance(weight, Tensor) and not weight.is_cuda:
-                weight = weight.item()
-            # Of nothing that counts, a mean is no number, and neither are its gradients.
-            factor = weight if reduction == "mean" else float(isinstance(weight, Tensor) or weight != 0)
-        elif micro is None:
-            factor = 1 / self.world.size if reduction == "mean" else 1.0
-        elif reduction == "mean" or not micro.size:
-            factor = micro.size / micro.total
+            self._begin(None)
+            if handed is not None:
+                self.loop.note_samples(handed.indices, last=handed.share.last)
+        factor: float | Tensor
+        factor, share = self._factor(handed, weight, reduction)
+        weight = self._weighed(handed, weight)
+        if weight is not None and reduction == "mean":
+            factor = weight
+        elif weight is not None:
+            factor = float(isinstance(weight, Tensor) or weight != 0)
+        if handed is None:
+            header = Header(base.BACKWARD, self._outside)
+            self._outside += 1
+        else:
+            header = Header(-1 - handed.pass_number, handed.index)
+        self._has_gradients, self._trained = True, handed
         progress.enter("backward")
-        self._batch.backward(loss, factor, weight, last=self.is_last, exchanges=self.loop.exchanges)
+        self._batch.backward(
+            loss,
+            factor,
+            weight,
+            share,
+            header,
+            lambda factor: self.precision.backward(loss, factor, retain_graph=retain_graph),
+            last=handed is None or handed.share.last,
+            exchanges=self.loop.exchanges,
+            unscale=self._unscale,
+        )
         progress.enter("")
 
-    def backward_sum(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Add the gradients of a loss summed over a rank's samples. With `weight`, the sum is over as many things."""
-        strategy, micro, progress = self.prepared.strategy, self._micro, self.world.progress
+    def _come_to(self, handed: Handed | None) -> None:
+        """Begin the micro-batch of a loss, and end the batch before (*collective*)."""
+        before = self._trained
+        if before is handed and (handed is not None or not self._has_stepped):
+            return
+        if before is None or handed is None or before.batch != handed.batch:
+            self._settle()
+            if self._trained is not None:  # left before its last micro-batch
+                self._batch.drop()
+                self._trained = None
+        self._batch.begin_micro_batch()
+
+    def _weighed(self, handed: Handed | None, weight: float | Tensor | None) -> float | Tensor | None:
+        if weight is None:
+            return None
+        if handed is not None and not handed.share.size:
+            return 0.0
+        return weight.item() if isinstance(weight, Tensor) and not weight.is_cuda else weight
+
+    def _factor(
+        self, handed: Handed | None, weight: float | Tensor | None, reduction: str
+    ) -> tuple[float, tuple[float, float] | None]:
+        """Return a loss's factor, and, where samples may have been dropped, (those left, those expected)."""
         if weight is not None:
-            self.backward(loss, weight=weight, reduction="sum")
-        elif strategy is None or micro is None:
-            self.backward(loss / max(1, self.samples))
-        else:
-            progress.enter("backward")
-            # Normalised once, by the global count: the sum over micro-batches and ranks is then the mean's gradient.
-            self.precision.backward(loss, strategy.averages_over / micro.total if micro.size else 0.0)
-            if micro.last and self.precision.scaler is not None:
-                groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
-                self.precision.unscale(each for group in groups for each in group["params"])
-            progress.enter("")
-            self._batch.note(loss.detach() if micro.size else torch.zeros_like(loss))
+            return 1.0, None
+        if handed is None:
+            return 1 / self.world.size if reduction == "mean" else 1.0, None
+        share = handed.share
+        if reduction == "sum":
+            return float(share.size > 0), None
+        if share.size == share.total and self.world.size == 1:
+            return 1.0, None
+        if handed.samples is None:
+            raise RequestError(
+                f"The DataLoader's collate function made a batch of {share.size} samples none of whose parts has "
+                f"{share.size}: its shares cannot be weighed. Say what the loss is a mean over, as in "
+                "session.backward(loss, weight=…)."
+            )
+        share_of_batch = (float(handed.samples), float(share.total)) if handed.may_drop else None
+        return handed.samples / share.total, share_of_batch
 
     def _step(self, optimizer: Optimizer, step: Any, closure: Any) -> Any:
         """Step the optimizer at the end of a global batch."""
+        if self._is_scaler_stepping:
+            return step()
         if closure is not None:
             raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
         if not self.is_last:
@@ -348,15 +562,15 @@ class Session:
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
             )
         self.world.progress.enter("step")
-        found = None
-        if self.precision.scaler is None:
-            found = step()
-        else:
-            self.precision.scaler.step(optimizer, step)
+        self._is_scaler_stepping = True  # also while an optimizer steps the one that it keeps
+        try:
+            found = self.precision.step_one(optimizer, step)
+        finally:
+            self._is_scaler_stepping = False
         self.stepped(float(optimizer.param_groups[0]["lr"]))
         self.world.progress.enter("")
         if self.prepared.source is None and optimizer is self.prepared.optimizers[-1]:
-            self._end_step(0)
+            self._settle()
         return found
 
     def stepped(self, lr: float, norm: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None) -> None:
@@ -376,9 +590,14 @@ class Session:
                 self._evaluated.pop(next(iter(self._evaluated))).close()
             self._evaluated[raw] = self._shared(raw, evaluates=True)
         shared, evaluated = self._evaluated[raw], 0
-        before = self._micro, self._is_evaluating
+        self._settle()
+        self._end_draws()
+        self.exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
+        before = self._evaluating
+        check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
+        counts = None if check is None else SampleCounts(shared.index_bound)
         if loop.has_begun:
-            loop.record_steps()
+            self._record_steps()
             loop.confirm()
         with contextlib.ExitStack() as modes, world.progress.during("eval"):
             for model in self.prepared.models.values():
@@ -388,18 +607,31 @@ class Session:
             modes.enter_context(torch.no_grad())
             try:
                 for micro in shared.shares():
-                    self._micro, self._is_evaluating = micro, True
+                    self._evaluating = micro
                     world.progress.enter("eval")
                     evaluated += micro.size
+                    if counts is not None:
+                        counts.add(micro.indices)
                     yield micro.batch
             finally:
-                self._micro, self._is_evaluating = before
+                self._evaluating = before
+        self.exchange.meet(Header(base.END_EVALUATION, self._evaluations))
+        self._evaluations += 1
         self._compare_data()
         found = int(world.sum(torch.tensor(evaluated, device=self.device)))
         if shared.samples not in (None, found) and world.progress.listener is None:
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
+        if check is not None and counts is not None:
+            check.end_evaluation(counts, shared.samples or 0, self.step)
         if loop.has_begun:
             loop.start_clock()
+
+    def _record_steps(self) -> bool:
+        return self.loop.record_steps()
+
+    def _meet(self, *what: Any) -> None:
+        """Raise where another rank does not make the same call (*collective*)."""
+        self.exchange.meet(Header(base.REDUCE, self.step, zlib.crc32(repr(what).encode())))
 
     def sum(self, value: Any) -> Any:
         """Sum a number, as float64, or each element of a tensor, over all ranks (*collective*). Of a mask, count."""
@@ -413,6 +645,7 @@ class Session:
     def _reduced(self, value: Any, reduce: Callable[[Tensor], Tensor], neutral: Callable[[torch.dtype], float]) -> Any:
         is_tensor = isinstance(value, Tensor)
         own = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=self.device)
+        self._meet("reduce", own.dtype, tuple(own.shape))
         found = reduce(own if self._counts else torch.full_like(own, neutral(own.dtype)))
         if is_tensor:
             return found
@@ -424,12 +657,12 @@ class Session:
 
         Raises `RequestError` without `weight` between batches: shares differ, and the ranks' number would show.
         """
-        if weight is None and self._micro is None and self.prepared.source is not None:
+        if weight is None and not self._is_within and self.prepared.source is not None:
             raise RequestError(
                 "session.mean was called outside of a batch, without weight: call it within the loop over the loader, "
                 "or give weight=, the number of samples that this rank's value is a mean over."
             )
-        count = 1 if self._micro is None else self._micro.size
+        count = self.samples if self._is_within else 1
         own = float(count if weight is None or not count else weight)
         total = self.sum(own)
         if not total > 0:
@@ -437,9 +670,33 @@ class Session:
         part = value * own if own else torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
         return self.sum(part) / total
 
-    def gather(self, value: Tensor) -> Tensor:
-        """Concatenate all ranks' tensors in rank order (*collective*). Each is (n, …); n may differ."""
-        return torch.cat(self.world.ragged(value if self._counts else value[:0]))
+    def gather(self, value: Any) -> Any:
+        """Gather a value of each rank in rank order (*collective*).
+
+        Tensors (n, …) are concatenated, whatever each rank's n, without their gradients. Lists are too; any other value
+        comes back as a list of all ranks' values. Lists and values hold numbers, texts, lists and dicts.
+        """
+        if isinstance(value, Tensor):
+            if value.requires_grad and torch.is_grad_enabled() and self.world.size > 1 and self._evaluating is None:
+                self._warn_gather()
+            self._meet("gather", value.dtype, tuple(value.shape[1:]))
+            return torch.cat(self.world.ragged(value.detach() if self._counts else value.detach()[:0]))
+        self._meet("gather", type(value).__name__)
+        try:
+            found = self.world.gather(value if self._counts or not isinstance(value, list) else [])
+        except TypeError as error:
+            raise RequestError(
+                f"session.gather takes tensors, and lists, dicts, numbers and texts; found {error}."
+            ) from error
+        return [item for own in found for item in own] if isinstance(value, list) else found
+
+    def _warn_gather(self) -> None:
+        if not self._has_warned_of_gather:
+            self._has_warned_of_gather = True
+            self._warn(
+                "session.gather returns tensors without gradients: a loss over gathered outputs, such as a contrastive "
+                "one, trains through none of them"
+            )
 
     def print(self, *words: Any, **how: Any) -> None:
         """Print on rank 0 alone, as Python's own `print` does."""
@@ -456,19 +713,20 @@ class Session:
             raise RequestError(
                 f"session.log was given {taken[0]!r}, which records have of their own; take another name."
             )
-        if self._is_evaluating:
+        if self._evaluating is not None:
             raise RequestError(
                 "session.log was called within session.evaluating, whose batches are of no step: sum "
                 "there, and log after the loop."
             )
-        micro, loop = self._micro, self.loop
-        if micro is None:
+        current, loop = self._shares.current, self.loop
+        if current is None:
             told = {name: float(value) for name, value in values.items()}
             loop.recorder.record("values", step=self.step, epoch=loop.position.epochs, **told)
             return
         for name, value in values.items():
             held = on_device(value, self.device)
-            loop.meter.note(name, held * micro.size if micro.size else torch.zeros_like(held))
+            size = current.share.size
+            loop.meter.note(name, held * size if size else torch.zeros_like(held))
 
     def score(self, value: float) -> None:
         """Record a score of the current weights; higher is better. Give the same on every rank.
@@ -488,8 +746,10 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
+        self._end_draws()
         try:
             if error is None:
+                self._settle()
                 self.loop.finish()
         except BaseException as late:
             error = late
@@ -500,6 +760,11 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+def _modules_so_far() -> Iterable[nn.Module]:
+    """Return the modules that exist."""
+    return (item for item in gc.get_objects() if isinstance(type(item), type) and issubclass(type(item), nn.Module))
 
 
 def _least(dtype: torch.dtype) -> float:

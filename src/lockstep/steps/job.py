@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm
-from ..batching import BatchPlan
+from ..batching import BatchPlan, Share
 from ..checkpoint import resume
 from ..checkpoint.state import State, check_fits
 from ..config import registry
@@ -21,13 +22,15 @@ from ..data import sets
 from ..data.order import Order
 from ..data.share import Micro
 from ..errors import RequestError
+from ..exchange import method as methods
+from ..exchange import replicas
+from ..exchange.base import BACKWARD, Header, Part, Pass
+from ..exchange.method import Method
 from ..files import shown, understanding
 from ..models import table as models_table
 from ..models import trial
 from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
-from ..strategies import base as strategies
-from ..strategies.base import Strategy
 from ..training import losses, optim
 from ..training.losses import LossFunction
 from ..training.optim import Average
@@ -39,22 +42,21 @@ from .initial import load as load_weights
 from .prepared import Prepared, Source
 
 if TYPE_CHECKING:
-    from ..data.source import Splits
+    from ..data.source import Fetched, Splits
 
 
 @dataclass(kw_only=True)
 class Job(Prepared):
     """A classifier's training job: a session's parts, its data and its loss. It is the source of its batches."""
 
-    strategy: Strategy
+    method: Method
     replica: nn.Module
-    """The strategy's wrapper of `model`, to call in its place."""
+    """What is called in place of `model`: it may split its input over several devices."""
     plan: BatchPlan
     data: Splits
     lr: Callable[[int], float]
     loss_fn: LossFunction
     taken: Taken | None  # source of a new run's weights, if not the seed alone
-    cautions: list[str]  # lines of the startup report
 
     @property
     def source(self) -> Source:
@@ -67,12 +69,26 @@ class Job(Prepared):
         return self.models["model"]
 
     @property
+    def devices(self) -> Sequence[torch.device]:
+        """The devices that this process computes on."""
+        return self.method.devices
+
+    def copies(self) -> Sequence[Mapping[str, Tensor]]:
+        """Return the weights on this process's further devices."""
+        return replicas.copies(self.model, self.method.devices)
+
+    @property
     def samples(self) -> int:
         """Samples in the training set."""
         return len(self.data.train)
 
     def _facts(self) -> dict[str, Any]:
         return super()._facts() | {"names": [*self.data.names]}
+
+    @property
+    def index_bound(self) -> int:
+        """An exclusive upper bound of the sample indices."""
+        return self.samples
 
     def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss, and the logits. x is (n, …), y (n,)."""
@@ -81,12 +97,13 @@ class Job(Prepared):
             return self.loss_fn(logits, y, reduction="sum"), logits
 
     def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Exchange the gradients of a batch of `count` samples. `shares`: (x, y) of each micro-batch, none empty."""
-        given = list(shares)
-        for number, (x, y) in enumerate(given, start=1):
-            with self.strategy.sync_on(self.replica, last=number == len(given)):
-                loss, _ = self.loss(x, y)
-            self.precision.backward(loss, self.strategy.averages_over / count)
+        """Compute the gradients of a batch of `count` samples. `shares`: (x, y) of each micro-batch, none empty."""
+        batch, part = list(shares), Part()
+        for number, (x, y) in enumerate(batch, start=1):
+            loss, _ = self.loss(x, y)
+            last = number == len(batch)
+            run = partial(self.precision.backward, loss, 1 / count)
+            self.exchange.backward(Pass(run, part, Header(BACKWARD, number), 0.0, last))
 
     def steps(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -95,6 +112,10 @@ class Job(Prepared):
     def order(self, epoch: int) -> Order:
         """Return the order of the training samples in `epoch`."""
         return Order(self.samples, seed=self.config.seed, epoch=epoch)
+
+    def epoch_order(self, epoch: int) -> Callable[[int, int], np.ndarray]:
+        """Return the order of `epoch`, as a function from [start, stop) to the samples there."""
+        return self.order(epoch).indices
 
     def indices(self, step: int) -> list[np.ndarray]:
         """Return this rank's sample indices at `step`, by micro-batch. Indices are those of the whole data set."""
@@ -105,19 +126,22 @@ class Job(Prepared):
         numbers = getattr(self.data.train, "indices", None)
         return parts if numbers is None else [numbers[part] for part in parts]
 
-    def micros(self, epoch: int, *, first: int = 0) -> Generator[Micro, None, None]:
+    def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Generator[Micro, None, None]:
         """Yield this rank's shares of an epoch's micro-batches. `Micro.batch` is (x, y); `first` is the first step."""
         order, drop_last = self.order(epoch), self.config.batch.drop_last
         # One at a time, here and where they are read ahead: an epoch of 10⁹ samples has millions of steps.
         shares, ahead = (
             self.plan.shares(self.samples, self.world.rank, first=first, drop_last=drop_last) for _ in range(2)
         )
-        stream = self.data.train.stream((order.indices(start, stop) for start, stop, *_ in ahead), epoch=epoch)
+        stream = self.data.train.stream((order.indices(one.start, one.stop) for one in ahead), epoch=epoch)
         try:
-            for (_, _, size, total, last), (x, y, indices) in zip(shares, stream, strict=False):
-                yield Micro((x, y), size, total, last, indices if size else indices[:0])
+            yield from map(_micro, shares, stream)
         finally:
             stream.close()
+
+
+def _micro(share: Share, fetched: Fetched) -> Micro:
+    return Micro((fetched.x, fetched.y), share, fetched.indices[: share.size])
 
 
 def assemble(
@@ -135,14 +159,15 @@ def assemble(
     """
     world.progress.enter(SETUP)
     asked = config.batch
-    strategy = strategies.build(config.parallel, world)
+    method = methods.build(config.parallel, world)
     precision = Precision.of(config.precision, world.device)
-    if found := world.unlike({"devices": len(strategy.devices), "precision": precision.name}):
+    precision.set_up_recipe(deterministic=config.precision.deterministic)
+    if found := world.unlike({"devices": len(method.devices), "precision": precision.name}):
         raise RequestError(
             f"Rank {found[0]} has {found[1]}, and ranks share out a batch evenly, in one arithmetic: give every rank "
             "as many devices, by --devices or --gpus, and name one --precision."
         )
-    devices = len(strategy.devices) if evaluated is None else 1
+    devices = len(method.devices) if evaluated is None else 1
     plan = _plan(asked, resume.accumulation(continued, config), world.size, devices)
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
@@ -160,7 +185,7 @@ def assemble(
         )
     model = _model(config, data, classes, evaluated)
     loss_fn = losses.build(config.optim)
-    batchnorm = _batchnorm(config, strategy, model)
+    batchnorm = _batchnorm(config, method, model)
     if batchnorm == "sync":
         model = sync_batchnorm.convert(model, world)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
@@ -177,13 +202,17 @@ def assemble(
         trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype)
     if config.precision.compile:
         model.compile()
-    replica = strategy.wrap(model)
-    optimizers = optim.build(model, config.optim)  # of the parameters that the strategy left there
+    with torch.no_grad():
+        world.broadcast([*model.parameters(), *model.buffers()])
+    replica = replicas.replicate(model, method.devices, method.name)
+    method.exchange.attach(model)
+    optimizers = optim.build(model, config.optim)
     # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
-    seed_all(config.seed, world.rank, devices=strategy.devices)
+    seed_all(config.seed, world.rank, devices=method.devices)
     return Job(
-        *(config, world, precision, {"model": model}, optimizers),
-        strategy=strategy,
+        *(config, world, precision, method.exchange, {"model": model}, optimizers),
+        is_recipe=True,
+        method=method,
         replica=replica,
         average=None if config.optim.ema is None else Average(model, config.optim.ema),
         batchnorm=batchnorm,
@@ -226,20 +255,20 @@ def _model(config: RunConfig, data: Splits, classes: int, evaluated: State | Non
     return model
 
 
-def _batchnorm(config: RunConfig, strategy: Strategy, model: nn.Module) -> str:
+def _batchnorm(config: RunConfig, method: Method, model: nn.Module) -> str:
     """Return the kind of batch statistics: sync, local or none."""
     parallel = config.parallel
-    if parallel.batchnorm == "sync" and not strategy.can_sync_batchnorm:
+    if parallel.batchnorm == "sync" and not method.can_sync_batchnorm:
         raise RequestError(
-            f"--batchnorm sync cannot work under --strategy {strategy.name}, whose replicas compute their own batch "
+            f"--batchnorm sync cannot work under --strategy {method.name}, whose replicas compute their own batch "
             f"statistics in one process; use --batchnorm local, or --strategy {registry.per_device()}."
         )
     if not any(isinstance(each, BatchNorm) and each.training for each in model.modules()):
         return "none"  # the frozen ones are as in an evaluation
-    if parallel.batchnorm != "local" and strategy.can_sync_batchnorm:
+    if parallel.batchnorm != "local" and method.can_sync_batchnorm:
         return "sync"
     if parallel.nodes != parallel.most_nodes:
-        way = "--batchnorm sync" if strategy.can_sync_batchnorm else f"--strategy {registry.per_device()}"
+        way = "--batchnorm sync" if method.can_sync_batchnorm else f"--strategy {registry.per_device()}"
         raise RequestError(
             f"--nodes {parallel.nodes_asked} lets the number of nodes change, and batch statistics of each replica "
             f"make the model depend on it; use {way}, a model without batch statistics, or a fixed number of nodes."

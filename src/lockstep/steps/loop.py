@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from ..checkpoint import resume
 from ..checkpoint.state import State
-from ..checks.pages import Indices
+from ..checks.samples import Indices
 from ..errors import RequestError, RunError, Stopped, ranks_named
+from ..exchange.base import RECORD, Header
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
 from ..record.result import Scores
@@ -39,8 +41,7 @@ class Loop:
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.position = prepared, Position()
-        sums = prepared.strategy is not None
-        self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every, sums=sums)
+        self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every)
         self.stop = StopRequest(quiet=not world.is_main, saves=self.folder is not None)
         self.checks: RunChecks  # once the loop has begun
         self.has_begun = self.is_finished = False
@@ -58,6 +59,8 @@ class Loop:
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: float | None = None  # of the current weights, if scored since the last save
         self._evaluation: dict[str, Any] = {}
+        self._batches = 0  # of the epoch's first pass, that the loop has got
+        self._resumed: tuple[int, int, list[int]] | None = None  # passes, batches and trained passes of the epoch
 
     def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
         """Restore the state, if any, and record the start (*collective*).
@@ -76,7 +79,7 @@ class Loop:
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
         world.progress.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
-        self.checks = RunChecks(self.prepared, self._remedy, step=self.position.step)
+        self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.has_begun = True
         self.start_clock()
 
@@ -101,8 +104,9 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        """Whether all planned steps are made; False where the total is unknown."""
-        return 0 < self.total_steps <= self.position.step and not self._is_endless
+        """Whether all steps that --max-steps allows, or a recipe plans, are made."""
+        limit = self.total_steps if self.prepared.is_recipe else self.config.max_steps or 0
+        return 0 < limit <= self.position.step and not self._is_endless
 
     def goes_on(self, epochs: int) -> bool:
         """Return whether another epoch remains. An epoch has steps to make, or weights to score."""
@@ -115,10 +119,13 @@ class Loop:
             return True
         return self._result is not None and position.evaluated != position.step
 
-    def note_samples(self, indices: Indices) -> None:
-        """Add this rank's samples (n,) of the current step to any ledger."""
-        if self.checks.ledger is not None:
-            self.checks.ledger.add(self.position.step + 1, indices)
+    def note_samples(self, indices: Indices, *, last: bool) -> None:
+        """Note this rank's samples (n,) of a micro-batch that the loop has got; the `last` completes its batch."""
+        if self.checks.samples is not None:
+            self.checks.samples.add(indices)
+            if last:
+                self.checks.samples.end_batch()
+                self._batches += 1
 
     def judge(self, score: float | None, scores: Scores | None = None, *, on: str = "") -> None:
         """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set.
@@ -130,13 +137,30 @@ class Loop:
         self._score = score
         if scores is not None:
             position.scores = scores
-            if self.checks.ledger is not None:
-                self.checks.ledger.end_evaluation(position.epochs, position.step, scores.samples)
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
-    def count_batch(self) -> None:
-        """Count a global batch of this epoch, with or without a step."""
-        self.position.within += 1
+    def begin_pass(self, place: int) -> int | None:
+        """Return the batch at which pass `place` over this epoch's data begins; None where there is nothing left of it.
+
+        A resumed epoch leaves out the passes that it has trained on, and begins within the one under way.
+        """
+        position = self.position
+        if self._resumed is not None:
+            passes, within, trained = self._resumed
+            if place < passes:
+                return None if place in trained else 0
+            self._resumed = None
+            if place == passes:
+                return within
+        position.passes, position.within = place, 0
+        return 0
+
+    def count_batch(self, place: int, batch: int) -> None:
+        """Note the global batch of this epoch that was trained on, with or without a step: its pass and number."""
+        position = self.position
+        position.passes, position.within = place, batch + 1
+        if place not in position.trained:
+            position.trained.append(place)
         self.resumed_at = 0
 
     def count_step(self, loss: Tensor, samples: int, lr: float, norm: Tensor | None) -> None:
@@ -172,23 +196,25 @@ class Loop:
         self._is_stopping = self.record_steps() or self._is_stopping
         self.confirm()
 
-    def end_epoch(self) -> None:
-        """Record an epoch and its evaluation, and save (*collective*)."""
+    def end_epoch(self, *, pending: bool = False) -> None:
+        """Record an epoch and its evaluation, and save (*collective*). `pending`: gradients wait for a step."""
         position, source = self.position, self.prepared.source
         self.record_steps()
         if not self.is_done or position.within == self.steps:
-            if source is not None and self.checks.ledger is not None:
-                seen = position.within * source.plan.global_size
-                self.checks.ledger.end_epoch(position.epochs, min(seen, source.samples or 0))
+            if source is not None and self.checks.samples is not None:
+                due = min(self._batches * source.plan.global_size, source.samples or 0)
+                self.checks.samples.end_epoch(position.epochs, due, source.index_bound)
+            self._batches = 0
             position.epoch_s.append(self.meter.train_s - self._train_s)
             self._train_s = self.meter.train_s
             self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
             position.epochs += 1
-            position.within = 0
+            position.within, position.passes, position.trained = 0, 0, []
+            self._resumed = None
         if self._evaluation:
             self.recorder.record("eval", **self._evaluation)
             self._evaluation = {}
-        self.save()
+        self.save(pending=pending)
         if self._is_stopping:
             raise self.stopped()
 
@@ -196,13 +222,13 @@ class Loop:
         """Record pending steps (*collective*). Returns whether any rank was asked to stop."""
         if not self.meter.pending.rows:
             return False
+        names = zlib.crc32(repr([(at, name) for at, name, _ in self.meter.pending.values]).encode())
+        self.prepared.exchange.meet(Header(RECORD, self.position.step, names))
         stopping, wrong = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
         if wrong is not None:
             raise self._not_finite(*wrong)
         if self._saver is not None:
             self._saver.poll()
-        if self.checks.ledger is not None:
-            self.checks.ledger.flush(self.position.epochs)
         return stopping
 
     def _not_finite(self, step: int, ranks: list[int]) -> RunError:
@@ -229,14 +255,14 @@ class Loop:
         if self.exchanges:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
-    def save(self) -> None:
-        """Compare the replicas, then save a checkpoint (*collective*)."""
+    def save(self, *, pending: bool = False) -> None:
+        """Compare the replicas, then save a checkpoint (*collective*), with gradients that wait for a step."""
         if self._listener is None:  # a thread would write, while another variant has its turn
             self.confirm()
             step, score = self.position.step, self._score
             self._score, self._saved_at = None, step
             if self._saver is not None:
-                self._saver.save(lambda: self._captured(score), step=step, score=score)
+                self._saver.save(lambda: self._captured(score, pending=pending), step=step, score=score)
         self.start_clock()
 
     def stopped(self) -> Stopped:
@@ -302,8 +328,6 @@ class Loop:
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:
-                if self.checks.ledger is not None:
-                    self.checks.ledger.close()
                 self._tell_checks()
 
     def _tell_checks(self) -> None:
@@ -311,10 +335,10 @@ class Loop:
             self._are_checks_told = True
             self.recorder.record("proof", checks=self.checks.outcomes())
 
-    def _captured(self, score: float | None) -> State:
+    def _captured(self, score: float | None, *, pending: bool) -> State:
         """Return the state for an exact continuation (*collective*)."""
         self.position.partial_s = self.meter.train_s - self._train_s
-        state = self.prepared.state(self.position.step)
+        state = self.prepared.state(self.position.step, pending=pending)
         meta = self.position.meta()
         if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}
@@ -330,7 +354,7 @@ class Loop:
 
     def _restore(self, state: State) -> None:
         step = state.meta["step"]
-        if self.prepared.strategy is not None and 0 < self.total_steps < step:
+        if self.prepared.is_recipe and 0 < self.total_steps < step:
             raise RequestError(
                 f"The checkpoint is of step {step}, and this run would end at step {self.total_steps}; give more "
                 "--epochs or --max-steps, or start a new run in another --output."
@@ -340,8 +364,10 @@ class Loop:
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
             self.prepared.precision.load_state(state.meta["scaler"])
-            self.position = Position.of(state.meta, self.steps)
+            self.position = Position.of(state.meta)
             self.resumed_at = self.position.within
+            self._batches = self.position.within if not self.position.passes else self.steps or 0
+            self._resumed = self.position.passes, self.position.within, list(self.position.trained)
             self._train_s = -self.position.partial_s
             seed, devices = (self.config.seed, step), self.prepared.devices
             load_generators(self._world, state.meta["generators"], *seed, devices=devices)

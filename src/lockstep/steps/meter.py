@@ -42,7 +42,7 @@ _EXTRAS = 4  # numbers that `flush` exchanges between the losses and the values
 
 @dataclass
 class Pending:
-    """Steps not yet recorded. `losses` are this rank's sums over its samples, or its parts of the mean."""
+    """Steps not yet recorded. `losses` are this rank's parts of the batch's mean."""
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
@@ -54,17 +54,15 @@ class Pending:
 class Meter:
     """Collector of a run's steps on every rank; rank 0 records."""
 
-    def __init__(
-        self, world: World, recorder: Recorder, devices: Sequence[torch.device], *, log_every: int, sums: bool
-    ) -> None:
-        """Set up clock and telemetry. `sums`: losses are sums over a rank's samples, else parts of the mean."""
+    def __init__(self, world: World, recorder: Recorder, devices: Sequence[torch.device], *, log_every: int) -> None:
+        """Set up clock and telemetry."""
         self.clock = StepClock(world.device)
         self.telemetry = Telemetry(devices)
         self.pending = Pending()
         self.train_s = self.wait_s = 0.0
         self.images = 0
         self.step_s = 0.0  # mean seconds of a step in the last interval; 0 before the first
-        self._world, self._recorder, self._log_every, self._sums = world, recorder, log_every, sums
+        self._world, self._recorder, self._log_every = world, recorder, log_every
         self._interval = 1
         self._since_s = self._sampled_s = 0.0
 
@@ -142,7 +140,7 @@ class Meter:
     def _rows(self, pending: Pending, summed: list[float], first: list[float]) -> tuple[list[_Row], dict[str, float]]:
         """Return a row per step, and the last values by name. `summed` are all ranks' sums, `first` rank 0's parts."""
         rows: list[_Row] = [
-            {"step": step, "epoch": epoch, "loss": loss / (samples if self._sums else 1), "lr": lr, "samples": samples}
+            {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "samples": samples}
             for (step, epoch, lr, samples), loss in zip(pending.rows, summed, strict=False)
         ]
         last: dict[str, float] = {}

@@ -19,7 +19,9 @@ class Position:
 
     step: int = 0  # optimizer steps made
     epochs: int = 0  # whole ones, trained and evaluated
-    within: int = 0  # batches of the epoch under way
+    within: int = 0  # batches of the epoch under way, in its pass under way
+    passes: int = 0  # earlier passes over the data of this epoch
+    trained: list[int] = field(default_factory=list)  # the passes with a step
     epoch_s: list[float] = field(default_factory=list)
     partial_s: float = 0.0  # of training in the epoch under way, when it was saved
     best_top1: float = -math.inf
@@ -28,13 +30,12 @@ class Position:
     evaluated: int = 0  # the step of the last evaluation
 
     @classmethod
-    def of(cls, meta: dict[str, Any], steps_per_epoch: int | None) -> Position:
-        """Return a checkpoint's progress. Older checkpoints lack `stale`, then 0, and `within`, then derived."""
-        within, scores = meta["step"] - meta["epochs"] * (steps_per_epoch or 0), meta["scores"]
-        held = {"stale": 0, "within": within} | {key: meta[key] for key in _KEYS if key in meta}
-        held["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
-        held["best_top1"] = -math.inf if meta["best_top1"] == _NONE else meta["best_top1"]
-        return cls(**held | {"epoch_s": list(meta["epoch_s"])})
+    def of(cls, meta: dict[str, Any]) -> Position:
+        """Return a checkpoint's position."""
+        fields, scores = {key: meta[key] for key in _KEYS}, meta["scores"]
+        fields["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
+        fields["best_top1"] = -math.inf if meta["best_top1"] == _NONE else meta["best_top1"]
+        return cls(**fields | {"epoch_s": list(meta["epoch_s"]), "trained": list(meta["trained"])})
 
     def meta(self) -> dict[str, Any]:
         """Return the fields for a checkpoint."""
@@ -56,4 +57,4 @@ class Position:
         return f"the score has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"
 
 
-_KEYS = tuple(each.name for each in dataclasses.fields(Position))
+_KEYS = tuple(field.name for field in dataclasses.fields(Position))

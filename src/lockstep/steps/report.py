@@ -35,7 +35,7 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         "accumulate": 1 if source is None else source.plan.accumulation,
         "ledger": config.proof.ledger,
     }
-    if prepared.strategy is None:
+    if not prepared.is_recipe:
         optimizers = [f"{type(each).__name__} lr {each.param_groups[0]['lr']:g}" for each in prepared.optimizers]
         chosen |= {"loop": "own", "optimizer": ", ".join(optimizers)}
         if isinstance(source, SharedLoader):
@@ -49,6 +49,9 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         lines.append("batch statistics of each replica: the model depends on how many there are")
     if isinstance(source, SharedLoader) and source.workers < source.loader.num_workers:
         lines.append(f"one worker a rank reads the stream, not {source.loader.num_workers}: each would read all of it")
+    lines += prepared.cautions
+    if isinstance(source, SharedLoader) and source.counts_itself:
+        lines.append("the sampler's order depends on how often it was drawn: a resumed run draws it as often")
     if prepared.kept:
         kept = "; ".join(sorted(prepared.kept))
         lines.append(f"the optimizer goes on as it was saved: {kept}; start a new run to change it")
@@ -80,7 +83,7 @@ def _continued(loop: Loop) -> list[str]:
     """Return lines on the resumed checkpoint and changed settings."""
     config, step, state, total = loop.config, loop.position.step, loop.state, loop.total_steps
     if state is None or state.origin is None:
-        is_missed = config.checkpoint.resume and loop.prepared.strategy is not None
+        is_missed = config.checkpoint.resume and loop.prepared.is_recipe
         return [f"nothing to resume in {shown(loop.folder)}: a new run"] if is_missed else []
     path = shown(state.origin)
     if stalled := loop.position.stalled(config.patience):
@@ -88,7 +91,7 @@ def _continued(loop: Loop) -> list[str]:
     if 0 < total <= step:
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
     lines = [f"continuing at step {step:,}{f' of {total:,}' if total else ''}, from {path}"]
-    was, is_now = state.meta.get("precision", loop.prepared.precision.name), loop.prepared.precision.name
+    was, is_now = state.meta["precision"], loop.prepared.precision.name
     if was != is_now:
         lines.append(f"computed in {is_now} from here on, and was in {was}: another model in its last digits")
     schedule, before = config.optim.schedule, state.meta["planned_epochs"]
@@ -123,14 +126,14 @@ def of_job(job: Job) -> dict[str, Any]:
         lines.append(
             f"{what}, which fp32 leaves idle: --precision bf16 may be faster, and is another model in its last digits"
         )
-    lines += [*data.cautions, *job.cautions]
+    lines += data.cautions
     sources = [source for source in (data.train, data.validation, data.test) if source is not None]
     if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):
         lines.append(f"left out, since they cannot be decoded: {counted(len(files), 'image')}, {', '.join(files[:3])}")
     return {
         "lines": [*lines, *(taken.lines() if taken else ()), *initial.reached(job.model, job.config)],
         "chosen": {
-            "strategy": job.strategy.name,
+            "strategy": job.method.name,
             "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
             "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         },

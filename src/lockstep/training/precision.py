@@ -6,10 +6,10 @@ and fp16 by autocast; under fp16 gradients are scaled, and unscaled before clipp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,32 +28,48 @@ class Precision:
     name: str
     dtype: torch.dtype  # of weights and images
     channels_last: bool
-    context: AbstractContextManager[Any]  # made once: constructing an autocast costs more than entering one
-    scaler: Scaler | None = None
+    device_type: str
+    half: torch.dtype | None
+    """Dtype of products under autocast."""
+    scaler: torch.amp.GradScaler | None = None
+    _unscaled: set[Optimizer] = field(default_factory=set, compare=False)
+    """Optimizers whose gradients are unscaled, until they step."""
+    _stepped: set[Optimizer] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
-        """Return the precision asked for on `device`. Raises `RequestError` where the device lacks it."""
+        """Return the precision asked for on `device`. Raises `RequestError` where the device lacks it.
+
+        Changes torch's settings only where a flag asks for it: TF32 and determinism.
+        """
         name = resolve(config.name, device)
         if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
         if config.deterministic:  # what the caller's process has switched on itself stays on
             torch.use_deterministic_algorithms(True)
-        if device.type == "cuda":
-            # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
-            torch.backends.cudnn.benchmark = not config.deterministic
+            torch.backends.cudnn.benchmark = False
+        if name == "tf32":
             # Through torch's older switches: its compiler and cudnn.flags ask these, and raise where only the newer
             # ones (fp32_precision) were set, for one kind of product.
-            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-            torch.backends.cudnn.allow_tf32 = name == "tf32"
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
         return cls(
             name=name,
             dtype=torch.float64 if name == "fp64" else torch.float32,
             channels_last=config.channels_last == "on" or (config.channels_last == "auto" and name != "fp64"),
-            context=nullcontext() if half is None else torch.autocast(device.type, dtype=half),
-            scaler=Scaler(device) if name == "fp16" else None,
+            device_type=device.type,
+            half={"bf16": torch.bfloat16, "fp16": torch.float16}.get(name),
+            scaler=torch.amp.GradScaler(device.type) if name == "fp16" else None,
         )
+
+    def set_up_recipe(self, *, deterministic: bool) -> None:
+        """Set torch up for `lockstep train`, whose process is its own: fp32 is exact, convolutions are tried out."""
+        if self.device_type == "cuda":
+            # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
+            torch.backends.cudnn.benchmark = not deterministic
+            if self.name != "tf32":
+                torch.set_float32_matmul_precision("highest")
+                torch.backends.cudnn.allow_tf32 = False
 
     @property
     def cast(self) -> torch.dtype | None:
@@ -72,30 +88,62 @@ class Precision:
 
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the model on `device`, in this dtype and memory order."""
-        model = model.to(device=device, dtype=self.dtype)
+        model = model.to(device=device)
+        cast(model, self.dtype)
         # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
-        for held in (*model.parameters(), *model.buffers()) if self.channels_last else ():
-            if held.dim() == 4:
+        for tensor in (*model.parameters(), *model.buffers()) if self.channels_last else ():
+            if tensor.dim() == 4:
                 # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
-                held.data = held.data.to(memory_format=torch.channels_last)
+                tensor.data = tensor.data.to(memory_format=torch.channels_last)
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for forward and loss."""
-        return self.context
+        """Return a new context for forward and loss: one that is entered twice would not be left."""
+        return nullcontext() if self.half is None else torch.autocast(self.device_type, dtype=self.half)
 
-    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `weight` · `loss` (both 0-dim). They are scaled where float16 needs it."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
         if isinstance(weight, Tensor) or weight != 1:
             scaled = scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
-    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Unscale the gradients of `parameters` in place. Call once they are summed over the ranks."""
-        if self.scaler is not None:
-            self.scaler.unscale([each.grad for each in parameters if each.grad is not None])
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Unscale the gradients of `optimizers` in place. Call once they are summed over the ranks.
+
+        Raises `RequestError` where an optimizer has unscaled gradients already.
+        """
+        if self.scaler is None:
+            return
+        for optimizer in optimizers:
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            if optimizer in self._stepped or all(each.grad is None for each in parameters):
+                continue
+            if optimizer in self._unscaled:
+                raise RequestError(
+                    "--precision fp16 takes one session.backward per optimizer and step, since gradients are scaled; "
+                    "add the losses up, give accumulate= for several batches a step, or take bf16."
+                )
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
+
+    def step_one(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Call the optimizer's `step`, unless a float16 gradient has overflowed.
+
+        `optimizer.step` has to come to the same `step`.
+        """
+        if self.scaler is None or optimizer not in self._unscaled or optimizer in self._stepped:
+            return step()
+        self._stepped.add(optimizer)
+        return self.scaler.step(optimizer)
+
+    def update(self) -> None:
+        """Adapt the scale at the end of a step."""
+        if self.scaler is not None and self._unscaled:
+            self.scaler.update()
+        self._unscaled.clear()
+        self._stepped.clear()
 
     def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
         """Clip and apply unscaled gradients. Returns the norm before, with `clip` or `measure`; else None."""
@@ -107,12 +155,7 @@ class Precision:
             else:
                 norm = nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
         for each in optimizers:
-            if self.scaler is None:
-                _torch.step(each)
-            else:
-                self.scaler.step(each, each.step)
-        if self.scaler is not None:
-            self.scaler.update()
+            self.step_one(each, partial(_torch.step, each))
         return norm
 
     def state(self) -> dict[str, Any]:
@@ -125,85 +168,19 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-_ASKING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Fused, these check on the device for gradients that are not finite."""
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point parameters and buffers to `dtype`, and complex ones to its complex kind, in place."""
 
+    def wanted(tensor: Tensor) -> torch.dtype:
+        if tensor.is_complex():
+            return dtype.to_complex()
+        return dtype if tensor.is_floating_point() else tensor.dtype
 
-class Scaler:
-    """Loss scaling as in torch's GradScaler, for all optimizers as one.
-
-    The host waits for nothing. Gradients are unscaled once summed. Where any is not finite, no optimizer steps.
-    """
-
-    _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
-
-    def __init__(self, device: torch.device) -> None:
-        self._scale = torch.full((), 65536.0, device=device)
-        self._clean = torch.zeros((), dtype=torch.int32, device=device)  # steps without an overflow since it changed
-        self._overflow: Tensor | None = None
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss (0-dim) times the scale."""
-        return loss * self._scale
-
-    @torch.no_grad()
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Unscale the gradients in place; note any overflow on the device."""
-        if gradients:
-            _torch.foreach_div_(gradients, self._scale)
-            found = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
-            self._overflow = found if self._overflow is None else torch.maximum(self._overflow, found)
-
-    def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        """Call the optimizer's `step`, without effect where a gradient is not finite."""
-        if self._overflow is None:
-            step()
-        elif isinstance(optimizer, _ASKING) and optimizer.defaults["fused"]:
-            vars(optimizer).update(grad_scale=None, found_inf=self._overflow)
-            step()
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
-        else:
-            _step_unless(optimizer, step, self._overflow > 0)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Adapt the scale to the overflows since the last update."""
-        if self._overflow is not None:
-            bad, self._overflow = self._overflow > 0, None
-            grown = self._clean + 1 >= self._INTERVAL
-            factor = torch.where(bad, self._BACKOFF, torch.where(grown, self._GROWTH, 1.0))
-            self._clean = torch.where(bad | grown, 0, self._clean + 1).int()
-            self._scale = self._scale * factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of GradScaler's `state_dict`."""
-        return {
-            "scale": self._scale.item(),
-            "growth_factor": self._GROWTH,
-            "backoff_factor": self._BACKOFF,
-            "growth_interval": self._INTERVAL,
-            "_growth_tracker": int(self._clean.item()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from the result of `state_dict`."""
-        self._scale = torch.full_like(self._scale, state["scale"])
-        self._clean = torch.full_like(self._clean, state["_growth_tracker"])
-
-
-@torch.no_grad()
-def _step_unless(optimizer: Optimizer, step: Callable[[], Any], overflow: Tensor) -> None:
-    """Step; undo the step where `overflow` (0-dim, bool) holds. State made in this step becomes 0 (as Muon's is)."""
-
-    def held() -> list[Tensor]:
-        parameters = [item for group in optimizer.param_groups for item in group["params"]]
-        states = [value for item in parameters for value in optimizer.state[item].values() if isinstance(value, Tensor)]
-        return [*parameters, *states]
-
-    before = {each: each.clone() for each in held()}
-    step()
-    for each in held():
-        each.copy_(torch.where(overflow, before.get(each, 0), each))
+    for module in model.modules():
+        for _, parameter in module.named_parameters(recurse=False):
+            parameter.data = parameter.data.to(wanted(parameter))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(wanted(buffer)))
 
 
 def resolve(name: str, device: torch.device) -> str:

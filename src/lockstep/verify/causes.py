@@ -145,7 +145,7 @@ def _of_the_loss(bench: Workbench) -> str:
 def _of_the_model(bench: Workbench, case: Case, rest: Mapping[str, float], tolerance: float) -> tuple[str, str]:
     """Return the cause and place of a gap that no switch closes. Runs the model in this process."""
     job, (x, _) = bench.job(ONE), bench.read(case)
-    with switched(job.model, frozenset({"statistics"}), job.strategy.devices), Constants():  # type: ignore[no-untyped-call]
+    with switched(job.model, frozenset({"statistics"}), job.method.devices), Constants():  # type: ignore[no-untyped-call]
         state = ModelState(job.model)
         with _Watching() as watch, torch.no_grad():
             job.model(x)

@@ -45,7 +45,6 @@ class Answer:
     strategy: str
     rows: tuple[Row, ...]
     causes: tuple[Cause, ...]
-    unused: tuple[str, ...]  # parameters that the loss does not reach on some rank, under a strategy that refuses that
     unlike: Mapping[str, frozenset[int]]
     """Parameters whose gradients were not the same bits on all ranks, and the ranks that deviate from most."""
     by_design: str  # why a difference is no fault; "" where it is one
@@ -57,21 +56,19 @@ class Answer:
 
     @property
     def agrees(self) -> bool:
-        """Whether gradients equal one process's, without unused parameters."""
-        return not (self.unused or self.differs)
+        """Whether gradients equal one process's."""
+        return not self.differs
 
     @property
     def fails(self) -> bool:
-        """Whether a difference or an unused parameter is not by design."""
+        """Whether a difference is not by design."""
         return not self.agrees and not self.by_design
 
     def __str__(self) -> str:
         largest = f"{max((row.gap for row in self.rows), default=0.0):.1e}"
         if not self.differs:
-            but = ", but has unused parameters, which training refuses" if self.unused else ""
-            return f"{self.strategy} agrees within {largest}{but}"
-        names = [*(cause.name for cause in self.causes), *["unused parameters"] * bool(self.unused)]
-        why = ", ".join([*names, *["ranks differ"] * bool(self.unlike)])
+            return f"{self.strategy} agrees within {largest}"
+        why = ", ".join([*(cause.name for cause in self.causes), *["ranks differ"] * bool(self.unlike)])
         if self.by_design:
             rest = max(cause.rest for cause in self.causes)
             return f"{self.strategy} differs by {largest} by design ({why}), and agrees within {rest:.1e} without"
@@ -153,11 +150,10 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
     for case, fails in zip(bench.cases, failing, strict=True):
         for cause in causes.find(bench, strategy, case, tolerance) if fails else ():
             found[cause.name] = cause.merged(found.get(cause.name, cause))
-    unused = bench.unused if has_ranks and not bench.config.parallel.find_unused else []
     reasons = []
     for name in found:
         reasons.append("the model's own randomness is drawn by each rank for itself" * (name == "randomness"))
-        if name == "local BatchNorm" and not alone and not bench.job(strategy).strategy.can_sync_batchnorm:
+        if name == "local BatchNorm" and not alone and not bench.job(strategy).method.can_sync_batchnorm:
             reasons[-1] = f"each replica has batch statistics of its own under {strategy}: another model"
-    by_design = "; ".join(reasons) if all(reasons) and not (unused or unlike) else ""
-    return Answer(strategy, tuple(rows), tuple(found.values()), tuple(unused), unlike, by_design)
+    by_design = "; ".join(reasons) if all(reasons) and not unlike else ""
+    return Answer(strategy, tuple(rows), tuple(found.values()), unlike, by_design)

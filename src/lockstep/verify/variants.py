@@ -159,7 +159,6 @@ def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") 
         *("lockstep", *setup.given, "--output", str(setup.folder / name), "--max-steps", str(options["max-steps"])),
         *("--strategy", way.strategy, "--devices", str(way.devices)),
         *(("--gpus", ",".join(map(str, gpus))) if gpus else ()),
-        *(f"--{each}" for each in KINDS[way.strategy].options if options[each]),
         *more,
     )
     if starter == "torchrun":

@@ -11,8 +11,10 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError
+from ..exchange.base import BACKWARD, Header, Part, Pass
 from ..steps.job import Job, assemble
 from ..world.random_state import seed_all
 from ..world.world import World
@@ -92,8 +95,6 @@ class Workbench:
         self.config, self.world, self.step = config, world, step
         # A step of the user's own may ask torch for the world's size, or exchange something: one process has one rank.
         self._group_of_one: Any = None if world.group is None else dist.new_group([0])
-        self.unused: list[str] = []
-        """Parameters that the loss does not reach on some rank in some case."""
         self._jobs: dict[str, Job] = {}
         self._read: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._data: Splits | None = None
@@ -109,20 +110,14 @@ class Workbench:
             )
         self.cases = _cases(config, first.samples, self.replicas, own_step=step is not None)
         world.together(self._check_reference)
-        if first.world.size > 1:
-            self.unused = self._unreached(first)
-        if self.unused:
-            self._jobs.clear()  # of a strategy whose ranks would wait for those gradients for ever
 
     def job(self, strategy: str) -> Job:
         """Return the job of a strategy; assemble a new one."""
         if strategy not in self._jobs:
             asked, kind = self.config.parallel, KINDS[strategy]
-            own: dict[str, Any] = {"devices": None, "batchnorm": "auto"}
-            if kind.has_ranks:
-                own = {"find_unused": asked.find_unused or bool(self.unused)}
-            elif kind.drives_all:
-                own = {"devices": asked.devices or self.world.size}
+            own: dict[str, Any] = {} if kind.has_ranks else {"devices": None, "batchnorm": "auto"}
+            if kind.drives_all and not kind.has_ranks:
+                own["devices"] = asked.devices or self.world.size
             # Each case has its own micro-batches.
             config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **own)
             world = self.world if kind.has_ranks else World.alone(self.world.device)
@@ -164,16 +159,6 @@ class Workbench:
                 "look at the data, and at what the model divides by or takes the root of."
             )
 
-    def _unreached(self, job: Job) -> list[str]:
-        """Return the parameters without a gradient on some rank in some case."""
-        alone = dataclasses.replace(job, replica=job.model)  # which exchanges no gradients, and so waits for none
-        names: dict[str, None] = {}
-        for case in self.cases:
-            found = self._compute(alone, self._share(case, same=True), case, NOTHING)
-            own = [name for name, each in job.model.named_parameters() if each.requires_grad and name not in found]
-            names |= dict.fromkeys(name for theirs in self.world.gather(own) for name in theirs)
-        return list(names)
-
     def read(self, case: Case) -> tuple[Tensor, Tensor]:
         """Return the global batch as this rank reads it. x is (n, …), y (n,)."""
         at = (case.start, case.stop)
@@ -198,15 +183,20 @@ class Workbench:
     def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, seed: int | None = None) -> dict[str, Tensor]:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
-        with switched(job.model, off, job.strategy.devices), warnings.catch_warnings():
+        with switched(job.model, off, job.method.devices), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
                 seed_all(seed)
             if self.step is None:
                 dataclasses.replace(job, loss_fn=loss_fn).train_step(case.size, micros)
             else:
-                for x, y in micros:
-                    _stepped(self.step, job.replica, x, y)
+                part = Part()
+                for number, (x, y) in enumerate(micros, start=1):
+                    run = partial(_stepped, self.step, job.replica, x, y)
+                    one = Pass(run, part, Header(BACKWARD, number), 0.0, number == len(micros))
+                    if job.exchange.backward(one) is not None and job.world.size > 1:
+                        # As DistributedDataParallel does: the mean of the ranks' means.
+                        job.exchange.divide(part, torch.tensor(float(job.world.size)))
         named = job.model.named_parameters(remove_duplicate=False)
         found = {name: each.grad.detach().clone() for name, each in named if each.grad is not None}
         job.model.zero_grad()

@@ -13,7 +13,6 @@ from .. import output
 PROOFS = {
     "gradients": "N ranks' gradients against one process's: lockstep verify gradients RECIPE|SCRIPT",
     "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE|SCRIPT",
-    "run": "judge a run from its records alone: lockstep verify run RUN",
 }
 _LISTED = "\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items())
 USAGE = f"""\
@@ -32,7 +31,10 @@ def main(given: list[str]) -> int:
         output.show(USAGE)
         return 0
     if not what or what.startswith("-"):
-        *others, last = PROOFS
-        found = f"lockstep verify lacks what to verify, found {what or 'nothing'}"
-        raise RequestError(f"{found}; give {', '.join(others)} or {last}.")
+        raise RequestError(f"No proof given, found {what or 'nothing'}; use lockstep verify {' or '.join(PROOFS)}.")
+    if what == "run":
+        raise RequestError(
+            "lockstep verify run no longer exists: read proof.md in the run's folder, or use lockstep verify "
+            "gradients or curve."
+        )
     return output.call(import_module(f".{choose('proof', what, PROOFS)}", __package__), given[1:])

@@ -51,7 +51,7 @@ _PROG = "lockstep verify curve"
 _STEPS = 20
 _OF_RANKS = ("resume", "rank", "world-size", "init-method", "launcher", "nodes")
 """Options of how one run starts: the variants set them."""
-_VARIED = ("devices", "gpus", "strategy", "output", "max-steps", "find-unused", "no-find-unused")
+_VARIED = ("devices", "gpus", "strategy", "output", "max-steps")
 """Flags that a variant has of its own, or not at all."""
 _HELD = ("manifest.json", "*/manifest.json", "summary.json", "checkpoints")
 """Files of a folder that holds a run, or the runs of another proof."""

@@ -168,12 +168,6 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     for cause in answer.causes:
         sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.rest:.1e}"
         yield cause.name, f": {cause.sentence} ({sizes})."
-    if answer.unused:
-        yield (
-            "unused parameters",
-            f": the loss does not reach {few([*answer.unused], _ROWS)} on some rank, and training refuses that; freeze "
-            "them, use them, or pass --find-unused, as was done to measure.",
-        )
     if answer.unlike:
         ranks = ranks_named(sorted(frozenset().union(*answer.unlike.values())))
         yield "ranks differ", f": after the exchange {ranks} have other bits, in {few([*answer.unlike], _ROWS)}."

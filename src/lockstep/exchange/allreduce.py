@@ -1,0 +1,299 @@
+"""Gradients summed over the ranks while the backward pass still runs.
+
+As soon as a bucket's gradients are complete, an asynchronous all-reduce of it begins, in a process group of its own, so
+that the user's collectives and synchronised BatchNorm's may come between. Buckets leave in one order on all ranks. The
+first backward pass of a part only learns: which parameters have gradients on any rank, and how many times each gets one
+(re-entrant checkpointing brings several). From then on, buckets whose parameters all have gradients leave early; those
+with an unused parameter leave after the pass, and those of a model that has no part in it do not leave at all. The
+buckets are the same whenever they leave: so are the bits of their sums.
+
+No module is wrapped: the model's class, methods and `state_dict` stay the user's own. Ranks of one host without GPUs
+sum through shared memory, after the pass, since there is no network to wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RequestError
+from ..world.world import World
+from .base import Exchange, Header, Part, Pass, check_match, on_device
+from .buckets import Bucket, lay_out
+
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
+"""On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
+busy."""
+
+
+@dataclass
+class _Plan:
+    """What the last backward pass of a part has shown, alike on all ranks but for `counts`."""
+
+    early: list[int]
+    """Buckets whose parameters all had gradients."""
+    late: list[int]
+    """Buckets with an unused parameter."""
+    idle: list[int]
+    """Buckets without any gradient."""
+    counts: list[int]
+    """Gradients that this rank's parameters got in each bucket; 0 where one got none."""
+
+
+class AllReduce(Exchange):
+    """Exchange among ranks with a process each."""
+
+    def __init__(self, world: World, *, overlap: bool = True) -> None:
+        super().__init__(world)
+        is_shared = world.memory is not None and world.device.type == "cpu"
+        self._memory = world.memory if is_shared else None
+        self._overlap = overlap and not is_shared
+        self._group: dist.ProcessGroup | None = None
+        self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
+        self._hooks: dict[nn.Parameter, Any] = {}
+        self._trained: list[bool] = []  # which parameters the buckets cover
+        self._sparse: dict[int, nn.Parameter] = {}
+        self._buckets: list[Bucket] = []
+        self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
+        self._plans: dict[int, _Plan] = {}  # by the number of the part
+        self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, unread so far
+        # Of the backward pass under way:
+        self._pass: Pass | None = None
+        self._works: dict[int, dist.Work | None] = {}  # by bucket, once it has left
+        self._queue: list[int] = []  # buckets that leave early, in order
+        self._left: list[int] = []  # gradients that each bucket still waits for; below 0: it leaves after the pass
+        self._counts: list[int] = []  # gradients that each parameter got
+
+    def attach(self, model: nn.Module) -> None:
+        """Add a model's parameters (*collective*)."""
+        super().attach(model)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                self._sparse |= {i: each for i, each in enumerate(self.parameters) if each is module.weight}
+        if self._group is None and self._memory is None:
+            self._group = _group()
+
+    def close(self) -> None:
+        """Remove all hooks from the parameters."""
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+
+    def meet(self, header: Header) -> None:
+        """Raise `RunError`, on every rank, where another rank comes to something else (*collective*)."""
+        rows, work = self._start_header(header, 0.0)
+        with self.world.progress.during("all-gather"):
+            if work is not None:
+                work.wait()
+        self._check(rows, is_read=True)
+
+    def backward(self, one: Pass) -> Tensor | None:
+        """See `Exchange.backward`."""
+        self._lay_out()
+        part = one.part
+        if not part.flats:
+            part.flats = [bucket.allocate() for bucket in self._buckets]
+            part.present = bytearray(len(self.parameters))
+        plan = self._plans.get(part.number)
+        self._counts = [0] * len(self.parameters)
+        self._works, self._queue = {}, []
+        header: tuple[Tensor, dist.Work | None] | None = None
+        if one.last and self._memory is None:
+            header = self._start_header(one.header, one.weight)
+            if plan is not None and self._overlap:
+                self._queue, self._left = list(plan.early), [count or -1 for count in plan.counts]
+        self._pass = one
+        try:
+            one.run()
+        finally:
+            self._pass = None
+        if not one.last:
+            return None
+        return self._finish(one, plan, header or self._start_header(one.header, one.weight))
+
+    def divide(self, part: Part, divisor: Tensor) -> None:
+        """See `Exchange.divide`."""
+        for flat in part.flats:
+            flat.div_(divisor)
+        for gradient in part.sparse.values():
+            gradient.div_(divisor)
+
+    def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Begin to gather all ranks' headers and weights: (ranks, 4), float64."""
+        device = self.world.device
+        own = torch.cat(
+            [
+                torch.tensor(header, dtype=torch.float64).to(device, non_blocking=True),
+                on_device(weight, device)[None],
+            ]
+        )
+        if self._memory is not None:
+            with self.world.progress.during("all-gather"):
+                return self._memory.stack(own), None
+        rows = own.new_empty(self.world.size, len(own))
+        if self._group is None:
+            self._group = _group()
+        return rows, dist.all_gather_into_tensor(rows.view(-1), own, group=self._group, async_op=True)
+
+    def _check(self, rows: Tensor, *, is_read: bool) -> None:
+        """Raise for ranks that differ. On a GPU the host waits only where `is_read`."""
+        kinds = rows[:, :3]
+        if kinds.is_cuda:
+            differs = (kinds != kinds[0]).any()
+            self._doubt = differs if self._doubt is None else self._doubt | differs
+            if not is_read:
+                return
+            if self._doubt.item():
+                self._doubt = None
+                check_match([*kinds.tolist(), [-0.5, 0, 0]], self.world.progress.step)
+        check_match(kinds.tolist(), self.world.progress.step)
+
+    def _lay_out(self) -> None:
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        if trained == self._trained:
+            return
+        self._trained = trained
+        numbered = [(i, each) for i, each in enumerate(self.parameters) if trained[i]]
+        self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
+        self._place = {
+            index: (at, number)
+            for at, bucket in enumerate(self._buckets)
+            for number, index in enumerate(bucket.indices)
+        }
+        self._plans = {}
+        for index, parameter in numbered:
+            if parameter not in self._hooks:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks[parameter] = register(partial(self._take, index))
+
+    def _take(self, index: int, parameter: Tensor) -> None:
+        """Move a gradient that the backward pass has computed into its bucket."""
+        one, gradient = self._pass, parameter.grad
+        if one is None or gradient is None:  # a backward pass of the user's own
+            return
+        parameter.grad = None
+        if one.zeroed is True:
+            return
+        part = one.part
+        self._counts[index] += 1
+        if isinstance(one.zeroed, Tensor):
+            gradient.masked_fill_(one.zeroed, 0)
+        if index in self._sparse:
+            before = part.sparse.get(index)
+            part.sparse[index] = gradient if before is None else before + gradient
+            part.present[index] = True
+            return
+        at, number = self._place[index]
+        if at in self._works:
+            raise RequestError(
+                f"A parameter of shape {tuple(parameter.shape)} got a gradient after its exchange had begun, as where "
+                "re-entrant checkpointing uses it a different number of times from step to step; use checkpoint(…, "
+                "use_reentrant=False)."
+            )
+        view = self._buckets[at].view(part.flats[at], number)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if part.present[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            part.present[index] = True
+        if self._queue:
+            self._left[at] -= 1
+            while self._queue and self._left[self._queue[0]] == 0:
+                self._launch(part, self._queue.pop(0))
+
+    def _launch(self, part: Part, at: int) -> None:
+        """Begin the sum of a bucket. Gradients that this rank does not have are zero."""
+        bucket, flat = self._buckets[at], part.flats[at]
+        flags = bucket.flags(flat)
+        flags.fill_(1)
+        for number, index in enumerate(bucket.indices):
+            if not part.present[index]:
+                bucket.view(flat, number).zero_()
+                flags[number] = 0
+        self._works[at] = None
+        if self._memory is not None:
+            self._memory.sum_(flat)
+        else:
+            self._works[at] = dist.all_reduce(flat, group=self._group, async_op=True)
+
+    def _finish(self, one: Pass, plan: _Plan | None, header: tuple[Tensor, dist.Work | None]) -> Tensor:
+        """Sum what has not left yet, wait for all sums, and give each parameter its gradient."""
+        part, progress = one.part, self.world.progress
+        with progress.during("all-reduce"):
+            rows, work = header
+            if work is not None:
+                work.wait()
+            self._check(rows, is_read=False)
+            idle = [] if plan is None else self._still_idle(part, plan)
+            for at in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
+                if at not in self._works and at not in idle:
+                    self._launch(part, at)
+            for pending in self._works.values():
+                if pending is not None:
+                    pending.wait()
+            sparse = [self._sum_sparse(index, part) for index in self._sparse if self._trained[index]]
+        shown: list[tuple[int, nn.Parameter, Tensor]] = []
+        learned = _Plan([], [], [], [])
+        for at, bucket in enumerate(self._buckets):
+            counts = [self._counts[index] for index in bucket.indices]
+            learned.counts.append(0 if 0 in counts else sum(counts))
+            if at not in self._works:
+                learned.idle.append(at)
+                continue
+            flat = part.flats[at]
+            has = [bool(part.present[index]) for index in bucket.indices]
+            if plan is None or not all(has):  # only then does the host wait for the numbers
+                has = (bucket.flags(flat) > 0).tolist()
+            where = learned.early if all(has) else learned.late if any(has) else learned.idle
+            where.append(at)
+            shown += [
+                (i, each, bucket.view(flat, n))
+                for n, (i, each) in enumerate(zip(bucket.indices, bucket.parameters, strict=True))
+                if has[n]
+            ]
+        if plan is None or idle != plan.idle:
+            self._plans[part.number] = learned
+        for _, parameter, view in shown:
+            parameter.grad = view
+        for parameter, total in filter(None, sparse):
+            parameter.grad = total
+        return rows[:, 3]
+
+    def _still_idle(self, part: Part, plan: _Plan) -> list[int]:
+        """Return the idle buckets that have no gradient on any rank this time either (*collective*)."""
+        if not plan.idle:
+            return []
+        own = [any(part.present[index] for index in self._buckets[at].indices) for at in plan.idle]
+        used = self.world.max(torch.tensor(own, dtype=torch.int32)).tolist()
+        return [at for at, is_used in zip(plan.idle, used, strict=True) if not is_used]
+
+    def _sum_sparse(self, index: int, part: Part) -> tuple[nn.Parameter, Tensor] | None:
+        """Sum a sparse gradient (*collective*): all ranks' rows. None where no rank has one."""
+        parameter, own = self._sparse[index], part.sparse.get(index)
+        has = self.world.max(torch.tensor(int(own is not None))).item()
+        if not has:
+            return None
+        if own is None:
+            own = torch.sparse_coo_tensor(
+                torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
+                parameter.detach().new_zeros(0, *parameter.shape[1:]),
+                parameter.shape,
+            )
+        own = own.coalesce()
+        rows = torch.cat(self.world.ragged(own.indices().t().contiguous()))
+        values = torch.cat(self.world.ragged(own.values()))
+        total = torch.sparse_coo_tensor(rows.t(), values, parameter.shape).coalesce()
+        part.sparse[index] = total
+        return parameter, total
+
+
+def _group() -> dist.ProcessGroup:
+    """Return a new process group of all ranks (*collective*)."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group

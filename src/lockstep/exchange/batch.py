@@ -1,0 +1,161 @@
+"""Global batch under way: its gradients and its loss, weighted, over micro-batches and ranks.
+
+Gradients that exist already (of an earlier loss, or of earlier global batches that a loop has not stepped on yet) are
+hidden during a backward pass and added afterwards. Code of a plain loop between backward and step (clipping, several
+optimizers) finds gradients of whole global batches, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from .base import Exchange, Header, Part, Pass, on_device
+
+
+class GlobalBatch:
+    """Gradients and loss since the last optimizer step."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._off = Exchange(exchange.world)  # for a measurement without exchange
+        self._off.parameters = exchange.parameters
+        self._is_alone = type(exchange) is Exchange
+        self._parts: list[Part] = []
+        self._losses: list[Tensor | None] = []  # of each part: this rank's share of it so far
+        self._weights: list[Any] = []
+        self._number = 0  # of the next backward pass of the micro-batch
+        self._loss: Tensor | None = None  # of whole batches
+        self._samples = 0
+
+    @property
+    def number(self) -> int:
+        """The number of the next backward pass of this micro-batch."""
+        return self._number
+
+    def begin_micro_batch(self) -> None:
+        """Number the backward passes of another micro-batch from 0."""
+        self._number = 0
+
+    def backward(
+        self,
+        loss: Tensor,
+        factor: float | Tensor,
+        weight: float | Tensor | None,
+        share: tuple[float, float] | None,
+        header: Header,
+        run: Any,
+        *,
+        last: bool,
+        exchanges: bool = True,
+        unscale: Callable[[], None] | None = None,
+    ) -> None:
+        """Add the gradients of `factor` · `loss` (0-dim) to the batch's (*collective*). `run(factor)` computes them.
+
+        With a `weight`, the last micro-batch divides the sum by all ranks' weights. `share` is (samples that this
+        rank's loss is a mean over, samples that the factor takes for the whole batch) where the batch may turn out
+        smaller, since a collate function has dropped samples.
+        """
+        exchange, number = self.exchange if exchanges else self._off, self._number
+        if number == len(self._parts):
+            self._parts.append(Part(number))
+            self._losses.append(None)
+            self._weights.append(0.0)
+        part = self._parts[number]
+        self._number += 1
+        is_whole = not isinstance(factor, Tensor) and factor == 1.0  # of a tensor the host would wait for the number
+        if weight is not None:
+            self._weights[number] = self._weights[number] + weight
+        elif share is not None:
+            self._weights[number] = self._weights[number] + share[0]
+        divisor: Tensor | None = None
+        if (
+            self._is_alone
+            and is_whole
+            and last
+            and weight is None
+            and share is None
+            and not (part.gradients or unscale)
+        ):
+            run(factor)  # adds to existing gradients by itself
+        else:
+            before = exchange.hide()
+            zeroed = factor <= 0 if isinstance(factor, Tensor) else factor == 0
+            one = Pass(lambda: run(factor), part, header._replace(part=number), self._weights[number], last, zeroed)
+            weights = exchange.backward(one)
+            if weights is not None and (weight is not None or share is not None):
+                divisor = self._divisor(weights, None if share is None else share[1])
+                if divisor is not None:
+                    exchange.divide(part, divisor)
+            if last and unscale is not None:
+                unscale()
+            for parameter, gradient in before:
+                own = parameter.grad
+                if own is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad = gradient + own if gradient.is_sparse or own.is_sparse else gradient.add_(own)
+        told = loss.detach() if is_whole else _times(loss.detach(), factor)
+        total = self._losses[number]
+        told = told if total is None else total + told
+        self._losses[number] = told if divisor is None else told / divisor
+
+    def end(self, samples: int) -> None:
+        """End a batch of `samples` over all ranks."""
+        for loss in self._losses:
+            if loss is not None:
+                self._loss = loss if self._loss is None else self._loss + loss
+        self._samples += samples
+        self.drop()
+
+    def drop(self) -> None:
+        """Discard the batch, such as one left before its last micro-batch."""
+        self._parts, self._losses, self._weights, self._number = [], [], [], 0
+
+    def taken(self) -> tuple[Tensor, int]:
+        """Return and reset this rank's loss, and the samples. Both cover the batches since the last optimizer step."""
+        device = self.exchange.world.device
+        loss = torch.zeros((), device=device) if self._loss is None else self._loss
+        samples, self._samples, self._loss = self._samples, 0, None
+        return loss, samples
+
+    def _divisor(self, weights: Tensor, expected: float | None) -> Tensor | None:
+        """Return what the sums have still to be divided by. `weights` (ranks,) are in the order of the ranks."""
+        total = weights.sum()
+        if not total.is_cuda and not total > 0:
+            raise RequestError(
+                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean is "
+                "over a number of things above 0; leave such a batch out of the data."
+            )
+        if expected is None:
+            return total
+        return None if not total.is_cuda and total.item() == expected else total / expected
+
+
+def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """Return the loss (0-dim) times its factor. Factor 0 gives zero: a mean over nothing is NaN."""
+    if not isinstance(factor, Tensor):
+        return loss * factor if factor else torch.zeros_like(loss)
+    return torch.where(factor > 0, loss * factor, 0)
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `RequestError` unless `loss` is one number that requires gradients."""
+    if not isinstance(loss, Tensor) or loss.dim() or loss.is_complex():
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise RequestError(
+            f"session.backward takes a loss of one number, a tensor without dimensions; found {found}: take its mean "
+            "over this rank's samples first."
+        )
+    if not loss.requires_grad:
+        raise RequestError(
+            "session.backward was given a loss that hangs on no parameter which trains (requires_grad): it was "
+            "computed under torch.no_grad(), from detached tensors, or the model is frozen."
+        )
+
+
+__all__ = ["GlobalBatch", "check_loss", "on_device"]

@@ -1,0 +1,57 @@
+"""A method of data parallelism: the devices of a process, and the exchange among processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from ..config import registry
+from ..config.schema import ParallelConfig
+from ..errors import RequestError
+from ..world.world import World
+from .base import Exchange
+
+
+@dataclass(frozen=True)
+class Method:
+    """One rank's part of a method."""
+
+    name: str
+    devices: tuple[torch.device, ...]
+    """The devices that this process computes on, each with a random generator of its own."""
+    exchange: Exchange
+
+    @property
+    def can_sync_batchnorm(self) -> bool:
+        """Whether batch statistics can be those of the global micro-batch."""
+        return not registry.KINDS[self.name].drives_all
+
+
+def build(config: ParallelConfig, world: World) -> Method:
+    """Return this rank's method. Raises `RequestError` for a one-process strategy among several processes."""
+    # A launcher has resolved `auto` before there is a world; a library's caller need not.
+    name = registry.resolved(config.strategy, several=world.size > 1)
+    kind = registry.KINDS[name]
+    if world.size > 1 and not kind.has_ranks:
+        raise RequestError(
+            f"--strategy {name} is one process, and here are {world.size}, each of which would train a model of its "
+            f"own; take --strategy {registry.with_ranks()}."
+        )
+    devices: tuple[torch.device, ...] = (world.device,)
+    if kind.drives_all:
+        devices *= config.devices or 1  # a CPU's threads
+        if world.device.type == "cuda":
+            indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
+            devices = tuple(torch.device("cuda", index) for index in indices)
+    return Method(
+        name, devices, exchange_of(world, kind.exchange) if world.size > 1 or not kind.has_ranks else Exchange(world)
+    )
+
+
+def exchange_of(world: World, name: str = registry.KINDS["ddp"].exchange) -> Exchange:
+    """Return the exchange of that name (module:class)."""
+    module, _, kind = name.partition(":")
+    exchange: Exchange = getattr(import_module(module, __package__), kind)(world)
+    return exchange

@@ -1,0 +1,209 @@
+"""Which share a loss belongs to.
+
+A batch's weight is that of its share, wherever the loop has come to meanwhile: a loop may read ahead, go over a list of
+batches, or skip one. A share is known again by the memory of its batch's tensors, when the model's forward is called
+with them. Where the loop has changed them first, the share is the one whose tensors are still alive and that has had no
+backward pass yet. Where several may be meant, and it matters which, the loop is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batching import Share
+from ..errors import RequestError
+
+_LEAVES = 64  # of a batch, at most, by which it is known again
+
+
+@dataclass(eq=False)
+class Handed:
+    """A share that a loader has handed out."""
+
+    share: Share
+    pass_number: int
+    """The pass over a loader that it is of."""
+    index: int
+    """Its number among the micro-batches of its pass."""
+    counts: bool
+    """Whether its loader's batches count steps."""
+    samples: int | None
+    """Samples that the collate function has left; None where the batch does not tell."""
+    may_drop: bool = False
+    """Whether a collate function of the user's may have left samples out."""
+    is_used: bool = False
+    """Whether a loss of it has had its backward pass."""
+    alive: int = 0
+    """Its batch's tensors that still exist."""
+    keys: list[int] = field(default_factory=list)
+    references: list[weakref.ref[Tensor]] = field(default_factory=list)
+    indices: Any = None
+    """The samples' indices (size,)."""
+    place: int = 0
+    """The pass of its loader over the epoch, from 0."""
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Its global batch."""
+        return self.pass_number, self.share.step
+
+
+class Shares:
+    """The shares that a session's loaders have handed out and whose batches still exist."""
+
+    def __init__(self) -> None:
+        self.current: Handed | None = None
+        """The share that the loop is at, as far as known; None outside of a loader's loop."""
+        self._is_sure = True  # whether `current` was known by its tensors, or used since the last one was handed out
+        self._alive: dict[int, Handed] = {}  # by id; a few, but for a loop that keeps its batches
+        self._by_memory: dict[int, Handed] = {}
+        self._met: list[Handed] = []  # by forward, since the last backward pass
+
+    def hand_out(self, handed: Handed, batch: Any) -> None:
+        """Note a share, and the batch that stands for it."""
+        self.current, self._is_sure = handed, False
+        for tensor in tensors_of(batch):
+            memory = tensor.untyped_storage().data_ptr()
+            if memory and memory not in handed.keys:
+                known = self._by_memory.get(memory)
+                if known is not None and known.pass_number == handed.pass_number and known.alive > 1:
+                    continue  # a tensor that all batches share says nothing
+                self._by_memory[memory] = handed
+                handed.keys.append(memory)
+                handed.alive += 1
+                handed.references.append(weakref.ref(tensor, partial(self._lose, handed, memory)))
+        if handed.alive:
+            self._alive[id(handed)] = handed
+
+    def _lose(self, handed: Handed, memory: int, _: object) -> None:
+        handed.alive -= 1
+        if self._by_memory.get(memory) is handed:
+            del self._by_memory[memory]
+        if not handed.alive:
+            self._alive.pop(id(handed), None)
+
+    def leave(self) -> None:
+        """Note that a loader has no further batch; the loop may still go over those that it keeps."""
+        self.current, self._is_sure, self._met = None, False, []
+
+    def see(self, values: Any) -> None:
+        """Note what a model's forward was called with."""
+        if len(self._alive) < 2 and self.current is not None:  # nothing to choose from
+            return
+        for tensor in tensors_of(values):
+            handed = self._by_memory.get(tensor.untyped_storage().data_ptr())
+            if handed is not None:
+                if handed not in self._met:
+                    self._met.append(handed)
+                self.current, self._is_sure = handed, True
+                return
+
+    def find(self, batch: Any) -> Handed:
+        """Return the share of `batch`, or of a part of it. Raises `RequestError` for what is no batch."""
+        for tensor in tensors_of(batch):
+            if (handed := self._by_memory.get(tensor.untyped_storage().data_ptr())) is not None:
+                return handed
+        raise RequestError(
+            "session.backward(loss, batch=…) was given what no prepared loader has yielded: give it the batch, or one "
+            "of its tensors, as it came out of the loader."
+        )
+
+    def take(self, batch: Any = None) -> Handed | None:
+        """Return the share of a loss that is about to have its backward pass; None outside of a loader's loop."""
+        met, self._met = [handed for handed in self._met if not handed.is_used], []
+        if batch is not None:
+            self.current = self.find(batch)
+        elif len({(handed.pass_number, _weighs(handed)) for handed in met}) > len({h.pass_number for h in met}):
+            raise RequestError(
+                "session.backward was given the loss of several batches at once; call it for the loss of each, and "
+                "step after the last."
+            )
+        elif met:
+            self.current = next((handed for handed in met if handed.counts), met[0])
+        elif not self._is_sure:
+            self._choose()
+        self._is_sure = True
+        if self.current is not None:
+            self.current.is_used = True
+        return self.current
+
+    def _choose(self) -> None:
+        current = self.current
+        open_ = [handed for handed in self._alive.values() if not handed.is_used and handed.counts]
+        if current is None:
+            if not open_:
+                used = list(self._alive.values())
+                # Shares of one size weigh what they always do: it does not matter which of them is meant.
+                if any(handed.share.size * _ranks(handed) != handed.share.rows for handed in used):
+                    raise _ambiguous("a batch that it has trained on before")
+                return
+        elif len(open_) < 2 or current not in open_:
+            self.current = open_[0] if len(open_) == 1 and current.is_used else current
+            return
+        if len(set(map(_weighs, open_))) > 1:
+            raise _ambiguous(f"one of {len(open_)} batches that it has read and not trained on")
+        self.current = open_[0]
+
+
+def _weighs(handed: Handed) -> tuple[Any, ...]:
+    share = handed.share
+    return share.size, share.total, share.last, share.rows, handed.samples
+
+
+def _ranks(handed: Handed) -> int:
+    return max(1, round(handed.share.rows / max(1, handed.share.size)))
+
+
+def _ambiguous(which: str) -> RequestError:
+    return RequestError(
+        f"session.backward cannot know which batch the loss is of: it is {which}, and the model was not called with "
+        "its tensors. Say it, as in session.backward(loss, batch=x), with a tensor as it came out of the loader."
+    )
+
+
+def tensors_of(value: Any, most: int = _LEAVES) -> Iterator[Tensor]:
+    """Yield the first tensors in nested lists, tuples, dicts, dataclasses, and other objects' attributes."""
+    stack, seen = [value], 0
+    while stack and seen < most:
+        item = stack.pop()
+        seen += 1
+        if isinstance(item, Tensor):
+            if item.layout is torch.strided and not item.is_meta:
+                yield item
+        elif isinstance(item, list | tuple):
+            stack.extend(item[most - 1 :: -1] if len(item) > most else reversed(item))
+        elif isinstance(item, Mapping):
+            stack.extend(reversed(list(item.values())[:most]))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            stack.extend(getattr(item, each.name) for each in reversed(dataclasses.fields(item)))
+        elif not isinstance(item, str | bytes | int | float | nn.Module | None) and hasattr(item, "__dict__"):
+            stack.extend(held for held in reversed(list(vars(item).values())) if isinstance(held, Tensor))
+
+
+def samples_in(batch: Any, size: int) -> int | None:
+    """Return how many samples the batch holds, of `size` that were collated; None where its parts do not say alike."""
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        parts = list(batch)
+    elif isinstance(batch, Tensor):
+        parts = [batch]
+    else:
+        parts = [batch, *getattr(batch, "__dict__", {}).values()]
+    lengths = {
+        len(part)
+        for part in parts
+        if (isinstance(part, Tensor) and part.dim())
+        or (not isinstance(part, Tensor | str | bytes | Mapping) and hasattr(part, "__len__"))
+    }
+    if size in lengths or not lengths:
+        return size
+    return lengths.pop() if len(lengths) == 1 else None

@@ -1,0 +1,1 @@
+"""Training loops that people bring: inputs, the plain twin, and the runner that compares both."""

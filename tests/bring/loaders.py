@@ -1,0 +1,480 @@
+"""Loaders: data sets that grow, samplers, streams, collate functions, forms of a batch, sizes."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
+from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, trio
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Pool(Dataset[Pair]):
+    """A data set of changing length."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.arrays = count, arrays(24)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Pair:
+        if index >= self.count:
+            raise IndexError(index)
+        return self.arrays[0][index], self.arrays[1][index]
+
+
+@loop("grow", resumed=RIGHT | REFUSED, quick=True)
+@loop("shrink", outcome=RIGHT | TOLD, alone=RIGHT | TOLD, resumed=RIGHT | REFUSED)
+@loop("grow-shuffled", resumed=RIGHT | REFUSED, has_plain=False)
+def changing_length(session: Any, how: str) -> Numbers:
+    """Add samples after each epoch, or take some away."""
+    pool = Pool(24 if how == "shrink" else 12)
+    model, optimizer, loader = trio(session, data=pool, shuffle=how == "grow-shuffled")
+    for epoch in session.epochs(3):
+        pool.count = 24 - 6 * epoch if how == "shrink" else 12 + 6 * epoch  # as a resumed run sets it, too
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model), session.step]
+
+
+class Rotating(Sampler[int]):
+    """A sampler that begins elsewhere in each epoch, by its own count."""
+
+    def __init__(self, data: Sized, *, is_set: bool) -> None:
+        self.data, self.is_set, self.epoch = data, is_set, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        start = 3 * self.epoch
+        if not self.is_set:
+            self.epoch += 1
+        return iter([(start + at) % len(self) for at in range(len(self))])
+
+
+class Counting(Rotating):
+    """The same, without `set_epoch`."""
+
+    set_epoch = None  # type: ignore[assignment]
+
+
+@loop("weighted", "replacement", "subset", "generator", has_plain=False, quick=True)
+@loop("set-epoch")
+@loop("own-count", resumed=RIGHT | TOLD | REFUSED)
+@loop("sequential", "fewer")
+@loop("distributed", outcome=REFUSED)
+@loop("set-epoch-own-count", resumed=RIGHT | TOLD | REFUSED)
+def samplers(session: Any, how: str) -> Numbers:
+    """Draw samples by a sampler."""
+    data = regression()
+    makers: dict[str, Any] = {
+        "weighted": lambda: WeightedRandomSampler([1.0 + at % 3 for at in range(23)], 23),
+        "replacement": lambda: RandomSampler(data, replacement=True, num_samples=17),
+        "subset": lambda: SubsetRandomSampler(range(3, 20)),
+        "generator": lambda: RandomSampler(data, generator=torch.Generator().manual_seed(3)),
+        "set-epoch": lambda: Rotating(data, is_set=True),
+        "set-epoch-own-count": lambda: Rotating(data, is_set=False),
+        "own-count": lambda: Counting(data, is_set=False),
+        "sequential": lambda: SequentialSampler(data),
+        "fewer": lambda: RandomSampler(range(1), num_samples=1),
+        "distributed": lambda: DistributedSampler(data, num_replicas=1, rank=0),
+    }
+    sampler = makers[how]()
+    model, optimizer, loader = trio(session, data=data, sampler=sampler)
+    for epoch in session.epochs(3):
+        if how == "set-epoch":
+            sampler.set_epoch(epoch)
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model), session.step]
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of neighbours, the last one first."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(start, min(23, start + 6))) for start in (18, 12, 6, 0)])
+
+
+@loop("buckets", "batches", outcome=RIGHT | REFUSED)
+@loop("unbatched", outcome=RIGHT | REFUSED)
+def batch_samplers(session: Any, how: str) -> Numbers:
+    """Choose whole batches by a sampler, or give the loader batches that are ready."""
+    data: Any = regression()
+    options: dict[str, Any] = {"batch_sampler": Buckets()}
+    if how == "batches":
+        options = {"batch_sampler": BatchSampler(SequentialSampler(data), 6, drop_last=False)}
+    elif how == "unbatched":
+        x, y = arrays(24)
+        data, options = [*zip(x.split(6), y.split(6), strict=True)], {"batch_size": None}
+    model = seeded(mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, **options))
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+class Stream(IterableDataset[Pair]):
+    """A stream, whose order may change with an epoch that it counts itself."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.epoch, self.arrays = how, 0, arrays(23)
+
+    def __iter__(self) -> Iterator[Pair]:
+        pairs = [*zip(*self.arrays, strict=True)]
+        start = 0
+        if self.how.startswith("counted"):
+            start = 3 * self.epoch
+            self.epoch += 1
+        elif self.how == "grows":
+            pairs = pairs[: 12 + 5 * self.epoch]
+            self.epoch += 1
+        endless = self.how == "endless"
+        while True:
+            yield from pairs[start:]
+            yield from pairs[:start]
+            if not endless:
+                return
+
+
+class Measured(Stream):
+    """The same, with a length."""
+
+    def __len__(self) -> int:
+        return 23
+
+
+@loop("plain", quick=True)
+@loop("endless", resumed=RIGHT | REFUSED)
+@loop("with-length", "drop-last")
+@loop("counted", "counted-with-length", "grows", resumed=RIGHT | TOLD | REFUSED)
+@loop("worker", outcome=RIGHT | REFUSED, needs_processes=True)
+def streams(session: Any, how: str) -> Numbers:
+    """Read a stream, which may count its own epochs or never end."""
+    stream = (Measured if how.endswith("with-length") else Stream)(how)
+    options = {"num_workers": 1} if how == "worker" else {"drop_last": how == "drop-last"}
+    model, optimizer, loader = trio(session, data=stream, **options)
+    if how == "endless":
+        for x, y in limited(loader):
+            descend(session, optimizer, error(model, x, y))
+            if session.step == 9:
+                break
+        return [checksum(model), session.step]
+    for _ in session.epochs(3):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model), session.step]
+
+
+class Unreadable(Dataset[Any]):
+    """A data set with samples that cannot be read."""
+
+    def __init__(self, missing: tuple[int, ...]) -> None:
+        self.missing, self.arrays = missing, arrays(24)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Pair | None:
+        return None if index in self.missing else (self.arrays[0][index], self.arrays[1][index])
+
+
+def kept(batch: list[Pair | None]) -> Pair:
+    pairs = [pair for pair in batch if pair is not None]
+    if not pairs:
+        return torch.zeros(0, FEATURES).double(), torch.zeros(0, 1).double()
+    return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+
+@loop("dropped", quick=True)
+@loop("weighted", "first-dropped")
+@loop("emptied", "emptied-weighted", outcome=RIGHT | REFUSED)
+def unreadable_samples(session: Any, how: str) -> Numbers:
+    """Drop samples in the collate function."""
+    missing = {"emptied": (2, 3, 4, 5), "first-dropped": (0, 6, 12, 18)}.get(how.split("-w")[0], (1, 2, 7, 20))
+    model, optimizer, loader = trio(session, data=Unreadable(missing), collate_fn=kept)
+    for _ in session.epochs(2):
+        for x, y in loader:
+            loss = functional.mse_loss(model(x), y, reduction="sum") / max(1, len(y))
+            descend(session, optimizer, loss, **({"weight": len(y)} if how.endswith("weighted") else {}))
+    return [checksum(model)]
+
+
+def mixed(batch: list[Pair]) -> Pair:
+    """Mix neighbours."""
+    assert len(batch) % 2 == 0, f"a batch of {len(batch)}"
+    x, y = (torch.stack([pair[part] for pair in batch]) for part in (0, 1))
+    return (x[::2] + x[1::2]) / 2, (y[::2] + y[1::2]) / 2
+
+
+def rolled(batch: list[Pair]) -> Pair:
+    """Mix each sample with the next one of the batch."""
+    x, y = (torch.stack([pair[part] for pair in batch]) for part in (0, 1))
+    return 0.7 * x + 0.3 * x.roll(1, 0), 0.7 * y + 0.3 * y.roll(1, 0)
+
+
+@loop("pairs", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
+@loop("rolled", outcome=RIGHT | REFUSED | TOLD, alone=RIGHT, accumulated=RIGHT | REFUSED | TOLD)
+def mixed_samples(session: Any, how: str) -> Numbers:
+    """Mix samples of a batch in the collate function."""
+    collate = mixed if how == "pairs" else rolled
+    model, optimizer, loader = trio(session, data=regression(24), batch=8, collate_fn=collate)
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+def packed(batch: list[Tensor]) -> dict[str, Any]:
+    """Join texts to one row."""
+    return {"ids": torch.cat(batch), "lengths": [len(text) for text in batch]}
+
+
+@loop("weighted", quick=True)
+@loop("unweighted", outcome=RIGHT | REFUSED | TOLD, alone=RIGHT | TOLD)
+def packed_tokens(session: Any, how: str) -> Numbers:
+    """Join the texts of a batch to one row of tokens."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(2, 9, (23,), generator=generator).tolist()
+    data: Any = [torch.randint(0, 11, (length,), generator=generator) for length in lengths]
+    model = seeded(lambda: nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=6, collate_fn=packed))
+    for _ in session.epochs(2):
+        for batch in loader:
+            loss = functional.cross_entropy(model(batch["ids"]), batch["ids"].flip(0) * 0 + 3)
+            weight = {"weight": len(batch["ids"])} if how == "weighted" else {}
+            descend(session, optimizer, loss, **weight)
+    return [checksum(model)]
+
+
+Named = namedtuple("Named", ["x", "y"])
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    name: str = ""
+
+
+class Encoding(dict[str, Any]):
+    """A dict with attributes, as tokenizers give."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Forms(Dataset[Any]):
+    """A data set whose samples have a form."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.arrays = how, arrays()
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.arrays[0][index], self.arrays[1][index]
+        forms: dict[str, Any] = {
+            "dict": {"x": x, "y": y},
+            "nested": {"inputs": {"x": x}, "targets": [y]},
+            "namedtuple": Named(x, y),
+            "list": [x, y],
+            "numpy": (x.numpy(), y.numpy()),
+            "floats": (x.tolist(), y.tolist()),
+        }
+        return forms.get(self.how, Sample(x, y, str(index)))
+
+
+def collate(how: str) -> Any:
+    """Return the collate function of a form."""
+
+    def collected(samples: list[Sample]) -> Any:
+        x, y = torch.stack([sample.x for sample in samples]), torch.stack([sample.y for sample in samples])
+        names = [sample.name for sample in samples]
+        forms: dict[str, Any] = {
+            "dataclass": Sample(x, y),
+            "encoding": Encoding(x=x, y=y, names=names),
+            "strings": (names, y),
+            "list-of-samples": samples,
+            "none": (x, None, y),
+            "tuple-of-lists": ([x, x.square()], [y]),
+        }
+        return forms[how]
+
+    return collected
+
+
+def unpacked(how: str, batch: Any) -> Pair:
+    """Return inputs and targets of a batch of any form."""
+    if how == "nested":
+        return batch["inputs"]["x"], batch["targets"][0]
+    if how == "dict":
+        return batch["x"], batch["y"]
+    if how in ("dataclass", "encoding", "namedtuple"):
+        return batch.x, batch.y
+    if how == "strings":
+        return arrays()[0][[int(name) for name in batch[0]]], batch[1]
+    if how == "list-of-samples":
+        return torch.stack([sample.x for sample in batch]), torch.stack([sample.y for sample in batch])
+    if how == "none":
+        return batch[0], batch[2]
+    if how == "tuple-of-lists":
+        return batch[0][0], batch[1][0]
+    if how == "floats":
+        return torch.stack(list(batch[0]), 1).double(), torch.stack(list(batch[1]), 1).double()
+    return batch[0], batch[1]
+
+
+COLLATED = ("dataclass", "encoding", "strings", "list-of-samples", "none", "tuple-of-lists")
+
+
+@loop("dict", "namedtuple", "dataclass", "strings", quick=True)
+@loop("nested", "list", "numpy", "floats", "encoding", "list-of-samples", "none", "tuple-of-lists")
+def forms(session: Any, how: str) -> Numbers:
+    """Train on batches of another form than a pair of tensors."""
+    options = {"collate_fn": collate(how)} if how in COLLATED else {}
+    model, optimizer, loader = trio(session, data=Forms(how), **options)
+    for _ in session.epochs(2):
+        for batch in loader:
+            x, y = unpacked(how, batch)
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+@loop("dict", "dataclass", "nested", outcome=RIGHT | REFUSED)
+@loop("strings", outcome=RIGHT | REFUSED)
+def forms_ahead(session: Any, how: str) -> Numbers:
+    """Read batches of other forms ahead."""
+    options = {"collate_fn": collate(how)} if how in COLLATED else {}
+    model, optimizer, loader = trio(session, data=Forms(how), **options)
+    for _ in session.epochs(2):
+        for batch in list(loader):
+            descend(session, optimizer, error(model, *unpacked(how, batch)))
+    return [checksum(model)]
+
+
+@loop("last-of-one", "single-sample", "drop-last", quick=True)
+@loop("smaller-than-batch", "smaller-than-batch-drop", "exact")
+@loop("batch-of-two", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED)
+@loop("batch-of-one", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED)
+@loop("empty", outcome=RIGHT | REFUSED)
+def sizes(session: Any, how: str) -> Numbers:
+    """Train on few samples, or on batches smaller than the number of ranks."""
+    counts = {"last-of-one": 13, "single-sample": 1, "smaller-than-batch": 4, "exact": 12, "empty": 0}
+    batches = {"batch-of-two": 2, "batch-of-one": 1}
+    count = 4 if how.startswith("smaller") else counts.get(how, 11)
+    model, optimizer, loader = trio(
+        session, data=regression(count), batch=batches.get(how, 6), drop_last=how.endswith("drop") or how == "drop-last"
+    )
+    for _ in session.epochs(3):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model), len(loader)]
+
+
+class Augmented(Dataset[Pair]):
+    """A data set that adds noise."""
+
+    def __init__(self) -> None:
+        self.arrays = arrays()
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.arrays[0][index] + 0.1 * torch.randn(FEATURES).double(), self.arrays[1][index]
+
+
+@loop("here", "shuffled", has_plain=False, quick=True)
+@loop("worker", "persistent", has_plain=False, needs_processes=True)
+def augmentation(session: Any, how: str) -> Numbers:
+    """Draw noise for each sample, here or in data workers."""
+    options: Any = (
+        {"num_workers": 1, "persistent_workers": how == "persistent"} if how in ("worker", "persistent") else {}
+    )
+    model, optimizer, loader = trio(session, data=Augmented(), shuffle=how == "shuffled", **options)
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+@loop("subset", "concatenated", "tensors", "dicts")
+def data_sets(session: Any, how: str) -> Numbers:
+    """Train on data sets of torch's own, or on a list."""
+    x, y = arrays()
+    makers: dict[str, Any] = {
+        "subset": lambda: Subset(TensorDataset(x, y), range(2, 22)),
+        "concatenated": lambda: ConcatDataset([TensorDataset(x[:9], y[:9]), TensorDataset(x[9:], y[9:])]),
+        "tensors": lambda: list(zip(x, y, strict=True)),
+        "dicts": lambda: [{"x": row, "y": target} for row, target in zip(x, y, strict=True)],
+    }
+    model, optimizer, loader = trio(session, data=makers[how]())
+    for _ in session.epochs(2):
+        for batch in loader:
+            descend(session, optimizer, error(model, *(batch.values() if how == "dicts" else batch)))
+    return [checksum(model)]
+
+
+@loop("again", "larger", outcome=RIGHT | REFUSED, resumed=SKIPPED)
+def loader_made_anew(session: Any, how: str) -> Numbers:
+    """Make the loader anew each epoch, perhaps with another batch size."""
+    model, optimizer, _ = trio(session)
+    for epoch in session.epochs(3):
+        batch = 4 + epoch if how == "larger" else 6
+        loader = session.prepare(DataLoader(regression(), batch_size=batch))
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+@loop("one-rank-more", outcome=REFUSED, alone=RIGHT)
+@loop("other-values", outcome=REFUSED, alone=RIGHT)
+def other_data_on_a_rank(session: Any, how: str) -> Numbers:
+    """Read other data on each rank."""
+    count = 24 + 6 * session.rank if how == "one-rank-more" else 24
+    x, y = arrays(count)
+    model, optimizer, loader = trio(session, data=TensorDataset(x + session.rank if how == "other-values" else x, y))
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
