@@ -118,6 +118,48 @@ def coupled(classes: int) -> nn.Module:
     return _net(classes, Centred(), nn.Tanh())
 
 
+class Counting(Plain):
+    """Divides by the number of its forward passes, which follows from the number of micro-batches alone."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        y: Tensor = super().forward(x)
+        return y / self.passes
+
+
+class Tracking(Plain):
+    """Subtracts a running mean that each pass assigns anew, before or after it is used."""
+
+    mean: Tensor
+
+    def __init__(self, classes: int, late: bool = False) -> None:
+        super().__init__(classes)
+        self.late = late
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used, self.mean = self.mean, 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        y: Tensor = super().forward(x - (used if self.late else self.mean))
+        return y
+
+
+def late(classes: int) -> nn.Module:
+    return Tracking(classes, late=True)
+
+
+class Queued(Plain):
+    """Adds the previous pass's mean, kept in an attribute."""
+
+    queue: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x if self.queue is None else x + self.queue.mean(0))
+        self.queue = x.detach()
+        return y
+
+
 class Single(Plain):
     """Computes in float32, whatever it is given."""
 

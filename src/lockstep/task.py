@@ -70,6 +70,8 @@ class Steps:
             trained, validated, tested = _given(config)
             each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
             first = list(islice(each, _PROBED))
+            if not isinstance(trained, IterableDataset):
+                session.prepared.contents = {"train": users.content(config, trained, session.world)}
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
         initial.freeze(model, config.model.freeze)
         loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))
@@ -104,17 +106,23 @@ class Steps:
         session, config, position = self._session, self._config, self._session.loop.position
         self.scores = self._scored(self._judged, self._on)
         session.log(**self.scores)
-        session.score(self.scores.get(f"{self._on}_metric", -self.scores[f"{self._on}_loss"]))
-        self._show(f"epoch {position.epochs + 1}/{config.epochs}  step {session.step:,}", self.scores)
+        score = self._score()
+        session.loop.judge(score)
+        unscored = "  no score, since --metric counted nothing" if score is None else ""
+        self._show(f"epoch {position.epochs + 1}/{config.epochs}  step {session.step:,}{unscored}", self.scores)
         if (why := position.stalled(config.patience)) and not session.loop.is_done:
             self._show(f"stopped: {why}", {})
+
+    def _score(self) -> float | None:
+        """Return the last weights' score: the metric, else the negative loss. None where the metric counted nothing."""
+        return self.scores.get(f"{self._on}_metric") if self._metric else -self.scores[f"{self._on}_loss"]
 
     def _come_to(self) -> dict[str, Any]:
         """Return the run's summary (*collective*). A separate test set adds the last and the best weights' scores."""
         loop, found = self._session.loop, dict[str, float]()
         if self._tested is not None:
             found = self._scored(self._tested, "test")
-            if loop.position.stale and loop.load_best() is not None:
+            if (loop.position.stale or self._score() is None) and loop.load_best() is not None:
                 found |= self._scored(self._tested, "test_best")
             self._session.log(**found)
             self._show("at the end", found)

@@ -51,6 +51,7 @@ def causes(answer: Answer) -> list[str]:
     [
         (["ddp", "dp"], {"model": "Transformer", "data": "texts"}),
         (["ddp", "dp"], {"model": "frozen"}),
+        (["ddp"], {"model": "Counting"}),
         (["ddp"], {"model": "normed", "step": "counting_step"}),
         (["ddp"], {"model": "Single", "precision": "fp32", "tolerance": 1e-4}),
     ],
@@ -72,9 +73,12 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("mean of means", {"step": "mean_step"}),
     ("a wrong count", {"step": "halved_step"}),
     ("coupled samples", {"model": "coupled"}),
+    ("state that a forward pass changes", {"model": "Tracking"}),
+    ("state that a forward pass changes", {"model": "late"}),
+    ("state that a forward pass changes", {"model": "Queued"}),
     ("coarser arithmetic", {"model": "PartlySingle"}),
 ]
-UNSWITCHED = ("coupled samples", "coarser arithmetic")
+UNSWITCHED = ("coupled samples", "state that a forward pass changes", "coarser arithmetic")
 """What cannot be switched off: the gap stays."""
 
 
@@ -85,7 +89,8 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: str, values:
     assert cause.name == expected
     assert expected in UNSWITCHED or cause.rest <= 1e-9 < max(cause.tensors.values()), "it can be switched off"
     assert (bool(answer.by_design), answer.fails) == (expected == "randomness", expected != "randomness")
-    assert cause.sentence.startswith("1: ") or expected != "coupled samples", "the layer is named"
+    named = {"coupled": "1: ", "Queued": "queue: ", "Tracking": "mean: ", "late": "mean: "}
+    assert cause.sentence.startswith(named.get(values.get("model", ""), "")), "layer or state is named"
 
 
 def test_parameters_that_the_loss_reaches_on_some_ranks_alone_agree(pool: RankPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
 
 from lockstep import checkpoint
 from lockstep.cli.main import main
 from lockstep.config.options import override
 from lockstep.config.schema import DataConfig, RunConfig
+from lockstep.data import digits
 from lockstep.data.resident import Data
 from lockstep.data.sets import build
 from lockstep.data.source import Indices, Part, Splits, hold_out
@@ -42,7 +45,7 @@ HELD = {
 }
 SAMPLES = 1437
 FROZEN = HELD | {"lr": 1e-12, "epochs": 9, "ledger": True}
-"""Each evaluation after the first brings the same top1; an epoch has 14 steps."""
+"""Each evaluation after the first brings the same top1; an epoch has 13 steps."""
 
 
 def _splits(**asked: Any) -> Splits:
@@ -50,7 +53,10 @@ def _splits(**asked: Any) -> Splits:
 
 
 def _held(share: float, seed: int, samples: int = SAMPLES) -> Indices:
-    return hold_out(DataConfig(holdout=share), seed, samples, has_validation=False)[1]
+    return hold_out(DataConfig(holdout=share), seed, samples, LABELS[:samples], has_validation=False)[1]
+
+
+LABELS = digits.read()["train"][1]
 
 
 def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
@@ -60,8 +66,12 @@ def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
     kept, held = splits.train.indices, splits.validation.indices
     assert sorted([*kept, *held]) == list(range(SAMPLES))
     assert 0.2 < len(held) / SAMPLES < 0.3
-    for samples in range(50, SAMPLES, 50):
-        assert _held(0.25, 3, samples).tolist() == [index for index in held if index < samples]
+    assert _held(0.25, 3).tolist() == held.tolist()
+    for digit in range(10):
+        of_all, of_held = (int((labels == digit).sum()) for labels in (LABELS, LABELS[held]))
+        assert of_held == round(of_all / 4)
+    unlabelled = [hold_out(DataConfig(holdout=0.25), 3, each, has_validation=False)[1] for each in (50, SAMPLES)]
+    assert [*unlabelled[0]] == [index for index in unlabelled[1] if index < 50]
     assert len({*_held(0.25, 4)} ^ {*held}) > 300
     # As they are, without the variations of training.
     plain = _splits().train
@@ -72,6 +82,37 @@ def test_what_is_held_out_follows_from_seed_and_index_alone() -> None:
     ((varied, *_),) = splits.train.stream([np.arange(len(kept))], epoch=5)
     ((unvaried, *_),) = plain.stream([kept], epoch=5)
     assert not torch.equal(varied, unvaried)
+
+
+class _Few(TensorDataset):
+    classes = ("ant", "bee", "cow", "dog")
+
+
+def few() -> tuple[Subset[Any], TensorDataset]:
+    """Return 24 samples of ant, 2 of bee, 1 of cow and none of dog, in a part of a data set, and a test set."""
+    y = torch.tensor([0] * 12 + [2, 1] + [0] * 12 + [1] + [3])
+    whole = _Few(torch.randn(28, 5, generator=torch.Generator().manual_seed(0)), y)
+    return Subset(whole, range(27)), _Few(*whole[:4])
+
+
+def _held_of_few(world: World, share: float, labels: list[int]) -> tuple[list[int], list[int], tuple[str, ...]]:
+    config = DataConfig(name="tests.ranks.test_scores:few", holdout=share, workers=0)
+    splits = build(config, seed=1, world=world, dtype=torch.float64, channels_last=False)
+    assert isinstance(splits.train, Part)
+    assert isinstance(splits.validation, Part)
+    counts = (
+        np.bincount(np.array(labels)[part.indices], minlength=3).tolist() for part in (splits.train, splits.validation)
+    )
+    return *counts, splits.cautions
+
+
+def test_small_classes_train_and_are_held_out_where_they_have_two_samples(pool: RankPool) -> None:
+    labels = [few()[0][index][1].item() for index in range(27)]
+    for share, expected in ((0.1, ([22, 1, 1], [2, 1, 0])), (0.9, ([2, 1, 1], [22, 1, 0]))):
+        for ranks in (1, 2):
+            for *counts, (caution,) in pool.run(ranks, _held_of_few, share, labels):
+                assert tuple(counts) == expected
+                assert caution.endswith("classes with a single one, which trains: cow")
 
 
 def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
@@ -99,7 +140,7 @@ def _leaking(world: World, folder: Path) -> str:
 def test_a_held_out_sample_that_is_trained_on_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(2, _leaking, tmp_path):
         assert "Not each sample was computed exactly once: in epoch 0, " in said
-        assert "beyond the 1,309 samples came" in said
+        assert "beyond the 1,294 samples came" in said
 
 
 def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -115,23 +156,23 @@ def test_a_run_without_improvement_stops_and_one_that_is_resumed_stops_at_the_sa
     values = FROZEN | {"patience": 3}
     (told,) = pool.run(1, _run, values, whole)
     assert told["stopped"] == "the score has not improved in 3 evaluations (--patience 3)"
-    for ranks, more in ((1, {"max_steps": 28}), (2, {}), (1, {})):
+    for ranks, more in ((1, {"max_steps": 26}), (2, {}), (1, {})):
         again = pool.run(ranks, _run, values | more, parts)[0]
-    assert [(each["steps"], each["exit"]) for each in (told, again)] == [(14 * 4, 0)] * 2
+    assert [(each["steps"], each["exit"]) for each in (told, again)] == [(13 * 4, 0)] * 2
     assert "nothing is left to train" in events(parts, "start")[-1]["lines"][-1]
     (more,) = pool.run(1, _run, FROZEN | {"patience": 4}, parts)  # which goes on
-    assert more["steps"] == 14 * 5
+    assert more["steps"] == 13 * 5
 
 
 def test_best_follows_the_validation_set_and_both_are_tested_at_the_end(pool: RankPool, tmp_path: Path) -> None:
     told = pool.run(2, _run, HELD | {"lr": 0.2, "epochs": 5, "eval_every": 2, "ledger": True}, tmp_path)[0]
     rows = events(tmp_path, "eval")
-    assert [(row["step"], row["samples"]) for row in rows] == [(step, 128) for step in (28, 56, 70)]
+    assert [(row["step"], row["samples"]) for row in rows] == [(step, 143) for step in (26, 52, 65)]
     assert {told["best_on"], *(row["on"] for row in rows)} == {"validation set"}
     assert (told["top1"], told["best_top1"]) == (rows[-1]["top1"], max(row["top1"] for row in rows))
     best = checkpoint.load(tmp_path / "checkpoints" / "best").meta
     assert best["scores"]["top1"] == told["best_top1"]
-    assert (told["test"]["step"], told["test_best"]["step"]) == (70, best["step"])
+    assert (told["test"]["step"], told["test_best"]["step"]) == (65, best["step"])
     for name, found in (("last", told["test"]), ("best", told["test_best"])):
         asked = override(RunConfig(), **HELD, resume=str(tmp_path / "checkpoints" / name))
         again = evaluate_checkpoint(asked, World.alone())
@@ -216,6 +257,42 @@ def test_an_evaluation_has_scores_by_class_and_writes_predictions_by_sample(pool
         assert all(1 / 3 <= probability <= 1 for *_, probability in found[0])
 
 
+class NaN(nn.Sequential):
+    """Gives no number for images of a bright first pixel."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(192, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bright = x[:, 0, 0, 0] > 2
+        y: Tensor = super().forward(x)
+        return y.masked_fill(bright[:, None] & (not self.training), torch.nan)
+
+
+def test_predictions_over_folders_name_files_and_what_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split, name, number in itertools.product(("train", "val"), ("ant", "a, bee"), range(6)):
+        Path(split, name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (255 * (number == 1), 0, 0)).save(f"{split}/{name}/{number}.png")
+    flags = ["--model", "tests.ranks.test_scores:NaN", "--data-dir", ".", "--accelerator", "cpu"]
+    more = ["--data", "imagefolder", "--image-size", "8", "--workers", "0", "--holdout", "0.5", "--batch", "4"]
+    assert main(["train", *flags, *more, "--max-steps", "1", "--output", "run"]) == 0
+    assert "is not a number: they count as wrong" in capsys.readouterr().err
+    files: dict[str, list[str]] = {}
+    for split in ("train", "validation", "test"):
+        assert main(["eval", "run", *flags, "--workers", "0", "--split", split, "--predictions", "held.csv"]) == 0
+        rows = list(csv.DictReader(Path("held.csv").read_text().splitlines()))
+        files[split] = [row["file"] for row in rows]
+        assert [row["predicted"] == "-1" for row in rows] == [Path(file).stem == "1" for file in files[split]]
+    said = capsys.readouterr().out
+    assert "warning: The model's output for 2 of 12 samples is not a number: they count as wrong." in said
+    listed = [f"{name}/{number}.png" for name in ("a, bee", "ant") for number in range(6)]
+    assert files["test"] == [f"val/{file}" for file in listed]
+    assert sorted(files["train"] + files["validation"]) == [f"train/{file}" for file in listed]
+
+
 def test_the_command_writes_where_it_is_told_and_through_no_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,8 +302,8 @@ def test_the_command_writes_where_it_is_told_and_through_no_link(
     assert main(["eval", "run/checkpoints/last", "--split", "validation", "--predictions", "held.csv"]) == 0
     assert capsys.readouterr().out.startswith("validation accuracy ")
     told = json.loads(Path("run/scores.json").read_text())
-    assert (told["split"], told["samples"], told["step"]) == ("validation", 128, 2)
-    assert sum(each["samples"] for each in told["classes"]) == 128
+    assert (told["split"], told["samples"], told["step"]) == ("validation", 143, 2)
+    assert sum(each["samples"] for each in told["classes"]) == 143
     assert told["checkpoint"] == "run/checkpoints/step-00000002"
     held = _held(0.1, 0).tolist()
     assert [int(row["index"]) for row in csv.DictReader(Path("held.csv").read_text().splitlines())] == held

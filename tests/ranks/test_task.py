@@ -134,6 +134,25 @@ def test_what_a_step_cannot_have_is_refused(tmp_path: Path, values: dict[str, An
     assert not (tmp_path / "run").exists()
 
 
+def first_detections(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+    """Return a score, which falls, in the fourth and the fifth evaluation alone."""
+    EVALUATIONS.append(1)
+    count = int(3 < len(EVALUATIONS) < 6)
+    return torch.tensor(-float(len(EVALUATIONS))) * count, count
+
+
+EVALUATIONS: list[int] = []
+
+
+def test_epochs_whose_metric_counts_nothing_have_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    EVALUATIONS.clear()
+    train(World.alone(), tmp_path / "run", {"metric": "first_detections", "batch": 40, "epochs": 6, "patience": 3})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "test loss" in line]
+    assert ["no score" in line for line in lines] == [True] * 3 + [False] * 2 + [True]
+    best = load(tmp_path / "run" / "checkpoints" / "best")
+    assert (best.meta["epochs"], best.meta["scores"]) == (4, {"top1": -4.0})
+
+
 def never_better(model: nn.Module, batch: Sample) -> tuple[int, int]:
     return -5, 1
 

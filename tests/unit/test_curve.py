@@ -159,6 +159,16 @@ def test_a_job_of_which_every_variant_is_left_out_is_refused(monkeypatch: pytest
         judge(setup, 1e-9)
 
 
+@pytest.mark.parametrize(("names", "said"), [("ddp-2-resumed single-then-ddp-2", "counter"), ("ddp-2", "gradients")])
+def test_what_parts_once_it_is_resumed_alone_has_state_outside_of_checkpoints(names: str, said: str) -> None:
+    others = _others(_setup())
+    apart = curve.Parting(loss=0.1, step=6, weight=0.1, tensor="model/a", last_step=20, holds=False)
+    found = [Outcome(variant=others[name], verdict=curve.PARTS, parting=apart) for name in names.split()]
+    text = curve.check("curve", found, 1e-9, "fp64", 1.0).found
+    assert ("a counter in Python" in text) == (said == "counter")
+    assert ("verify gradients looks" in text) == (said == "gradients")
+
+
 def test_each_variant_has_the_flags_given_and_is_cut_as_the_reference_was() -> None:
     (only,) = variants.reference(_setup(script=SCRIPT)).commands
     assert only[3:7] == ("lockstep", "run", "--precision", "fp64")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Logits:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
     skipped: tuple[str, ...] = ()
+    files: tuple[str, Any] | None = None
 
     def __init__(self, samples: int, classes: int) -> None:
         generator = torch.Generator().manual_seed(samples * 100 + classes)
@@ -73,6 +75,26 @@ def test_each_sample_counts_once(pool: RankPool, ranks: int, samples: int, class
         assert (scores.top1, scores.top5, scores.samples) == (top1, top5, samples)
         assert scores.loss == pytest.approx(loss, rel=1e-12)
     assert [index for _, asked in answers for index in asked] == list(range(samples))
+
+
+def test_ties_go_to_the_first_class_and_nan_counts_as_wrong() -> None:
+    source = Logits(40, 7)
+    source.x = source.x.round()  # many ties
+    top1 = (source.x.argmax(1) == source.y).double().mean().item()
+    order = source.x.sort(dim=1, descending=True, stable=True).indices[:, :5]
+    scores = _scores(nn.Identity(), source, World.alone(), 8)
+    assert (scores.top1, scores.top5) == (top1, (order == source.y[:, None]).any(1).double().mean().item())
+    source.y = source.x.argmax(1)
+    source.x[3, 2] = source.x[7] = torch.nan
+    warnings: list[str] = []
+    rows: list[Tensor] = []
+    how: dict[str, Any] = {"autocast": nullcontext, "warn": warnings.append, "predictions": rows}
+    found = evaluate(nn.Identity(), source, World.alone(), batch=8, **how)
+    assert found is not None
+    assert (found.top1, found.top5) == (38 / 40, 38 / 40)
+    assert ["2 of 40 samples is not a number" in text for text in warnings] == [True]
+    source.y[[3, 7]] = -1
+    assert torch.cat(rows)[:, 2].long().tolist() == source.y.tolist()
 
 
 class _Half(nn.Module):

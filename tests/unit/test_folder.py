@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from hypothesis import given
 from PIL import Image
 from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lockstep.config.schema import DataConfig
@@ -153,6 +156,78 @@ def test_a_worker_that_is_killed_is_one_sentence() -> None:
     assert re.search(r"DataLoader worker .*(killed|exited)|A data worker died as it sent samples", told), told
     assert "\n" not in told
     assert set(psutil.Process().children()) == before
+
+
+# --- formats and names
+
+
+@pytest.mark.parametrize(
+    "name", ["grey.png", "grey.tif", "big.tif", "twelve.pgm", "sixteen.pgm", "float.tif", "grey.pfm"]
+)
+def test_grey_of_more_than_8_bits_is_scaled_to_bytes(tmp_path: Path, name: str) -> None:
+    ramp = np.linspace(0, 65535, 4096).astype(np.uint16).reshape(64, 64)
+    path = tmp_path / name
+    if path.suffix == ".pgm":
+        white, values = (4095, ramp >> 4) if name == "twelve.pgm" else (65535, ramp)
+        path.write_bytes(b"P5 64 64 %d\n" % white + values.astype(">u2").tobytes())
+    elif name in ("float.tif", "grey.pfm"):
+        Image.fromarray((ramp / 65535).astype(np.float32)).save(path)
+    else:
+        Image.fromarray(ramp.astype(">u2") if name == "big.tif" else ramp).save(path)
+    grey = np.asarray(folder.decode(path))[..., 1].astype(float)
+    assert abs(grey - ramp / 257).max() <= 0.6  # rounded once, and twice where 12 bits are left
+
+
+def test_grey_without_a_known_white_is_refused(tmp_path: Path) -> None:
+    for dtype, value in (("int32", 1), ("int16", 1), ("float32", 2), ("float32", np.nan)):
+        Image.fromarray(np.array([[0, value]]).astype(dtype)).save(tmp_path / "grey.tif")
+        with pytest.raises(RequestError, match=r"grey.tif cannot be decoded \(its? .*: save it with 8 or 16 bits\)"):
+            folder.decode(tmp_path / "grey.tif")
+
+
+def _drawn(root: Path, *classes: str) -> Path:
+    """Make a folder of three training images and two others per class."""
+    for split, name in itertools.product(("train", "val"), classes):
+        (root / split / name).mkdir(parents=True)
+        for number in range(3 if split == "train" else 2):
+            Image.new("RGB", (9, 9)).save(root / split / name / f"{number}.jpg")
+    return root
+
+
+def test_pillows_endings_are_read_and_others_counted(tmp_path: Path) -> None:
+    train = _drawn(tmp_path, "ants", "bees") / "train"
+    (train / "bees" / "0.jpg").rename(train / "bees" / "0.JFIF")
+    (train / "bees" / "1.jpg").rename(train / "bees" / "1.heic")
+    Image.new("RGB", (9, 9)).save(train / "ants" / "z.gif")
+    for name in (".DS_Store", "README"):
+        (train / "ants" / name).touch()
+    splits = made(tmp_path, image_size=8)
+    assert fetch(splits.train, range(6))[1].tolist() == [0] * 4 + [1] * 2
+    (line,) = splits.cautions
+    assert line.endswith(": no ending 1, .heic 1")
+
+
+def test_nested_folders_are_in_imagefolders_order(tmp_path: Path) -> None:
+    train = _drawn(tmp_path, "ants", "bees") / "train"
+    for number, name in enumerate(("b/z", "b-1/a", "b/c/a", "B/a", "zz/a")):
+        (train / "ants" / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (10 * number,) * 3).save(train / "ants" / f"{name}.png")
+    expected = [v2.functional.pil_to_tensor(image) for image, _ in ImageFolder(str(train))]
+    x, _ = fetch(made(tmp_path, image_size=8).train, range(len(expected)))
+    images = torch.stack([image[:, :8, :8] for image in expected]).float()
+    torch.testing.assert_close(x, v2.functional.normalize(images, folder.MEAN, folder.STD))
+
+
+def test_both_unicode_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "fée") for form in ("NFC", "NFD"))
+    _drawn(tmp_path, "fond", composed)
+    (tmp_path / "val" / composed).rename(tmp_path / "val" / decomposed)
+    (tmp_path / "train" / decomposed).mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "train" / decomposed / "3.jpg")
+    splits = made(tmp_path, image_size=8)
+    assert splits.names == (composed, "fond")
+    assert fetch(splits.train, range(7))[1].tolist() == [0] * 4 + [1] * 3
+    assert fetch(splits.test, range(4))[1].tolist() == [0] * 2 + [1] * 2
 
 
 # --- damage

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.checkpoint.state import load_model
 from lockstep.config.options import override
 from lockstep.config.schema import OptimConfig, RunConfig
 from lockstep.errors import RequestError
@@ -84,6 +85,46 @@ def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
         expected = 0.9 * expected + 0.1 * linear.weight.detach()
     torch.testing.assert_close(average.module.get_parameter("0.weight"), expected)
     assert torch.equal(average.module.get_buffer("1.running_mean"), norm.get_buffer("running_mean"))
+
+
+class _Assigning(nn.Module):
+    """Assigns one buffer anew, lengthens another, and registers a third, in forward."""
+
+    mean: Tensor
+    history: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("history", torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.history = torch.cat([self.history, self.mean[None]])
+        if "count" not in dict(self.named_buffers()):
+            self.register_buffer("count", torch.zeros(()))
+        self.count = self.count + 1
+        y: Tensor = self.linear(x - self.mean)
+        return y
+
+
+def test_the_average_has_buffers_that_forward_assigns_and_a_checkpoint_their_shapes() -> None:
+    model = nn.Sequential(_Assigning())
+    average = optim.Average(model, 0.9)
+    for _ in range(3):
+        model(torch.randn(4, 3))
+        average.update()
+    ours, theirs = dict(average.module.named_buffers()), dict(model.named_buffers())
+    assert {name: buffer.tolist() for name, buffer in ours.items()} == {
+        name: buffer.tolist() for name, buffer in theirs.items()
+    }
+    assert ours["0.history"].shape == (3, 3)
+    assert ours["0.count"] is not theirs["0.count"]
+    fresh = nn.Sequential(_Assigning())
+    load_model(fresh, {name: tensor for name, tensor in model.state_dict().items() if name != "0.count"})
+    assert torch.equal(fresh.get_buffer("0.history"), theirs["0.history"])
 
 
 weighted = functools.partial(torch.nn.functional.cross_entropy, weight=torch.ones(3))

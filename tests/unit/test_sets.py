@@ -182,6 +182,14 @@ def byte_images() -> tuple[TensorDataset, TensorDataset]:
     return _tables(torch.arange(20 * 3 * 8 * 8).view(20, 3, 8, 8).to(torch.uint8))
 
 
+def noisy(noise: bool = False, *, scale: float = 1.0) -> tuple[TensorDataset, TensorDataset]:
+    return _tables(torch.full((20, 3), float(noise) + scale))
+
+
+def configured(scale: int = 3, *, config: DataConfig) -> tuple[TensorDataset, TensorDataset]:
+    return _tables(torch.full((20, 3), float(scale + config.image_size)))
+
+
 def own(name: str, *, seed: int = 0, **options: Any) -> Splits:
     module = "tests.own_data" if name in ("drawn", "split_at_random") else __name__
     return made(DataConfig(name=f"{module}:{name}", **options), seed=seed, channels_last=name == "photos")
@@ -197,6 +205,11 @@ def test_own_tensors_are_taken_as_they_are_and_byte_images_scaled_and_varied() -
     varied, _ = batch(own("byte_images", augment=("flip",)).train, *range(20))
     for found, whole in zip(varied, original, strict=True):
         assert torch.allclose(found, whole) or torch.allclose(found, whole.flip(2))
+
+
+def test_only_a_parameter_without_default_or_named_config_is_given_the_config() -> None:
+    assert batch(own("noisy").train, 0)[0].tolist() == [[1.0] * 3]
+    assert batch(own("configured", image_size=8).train, 0)[0].tolist() == [[11.0] * 3]
 
 
 def test_own_data_sets_are_read_in_order_and_a_bad_sample_is_named() -> None:
@@ -223,6 +236,26 @@ def test_own_data_sets_are_read_in_order_and_a_bad_sample_is_named() -> None:
                 batch(splits.train, 0, index)
             splits.close()
             assert "__getitem__" in getattr(caught.value, "trace", "__getitem__")
+
+
+def sequences() -> tuple[TensorDataset, TensorDataset]:
+    x = torch.zeros(20, 6, 3)
+    return TensorDataset(x, torch.zeros(20, 6, dtype=torch.int64)), TensorDataset(x, torch.zeros(20, 6))
+
+
+class _Streamed(Photos):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(6, 3), [0] * 6
+
+
+def streamed_sequences() -> tuple[_Streamed, _Streamed]:
+    return _Streamed(), _Streamed()
+
+
+@pytest.mark.parametrize("name", ["sequences", "streamed_sequences"])
+def test_labels_of_other_tasks_are_refused_with_the_flag_for_them(name: str) -> None:
+    with pytest.raises(RequestError, match="index of its class, or train another task than classification by --step"):
+        batch(own(name, workers=0).train, 0, 1)
 
 
 def test_own_random_transforms_do_not_depend_on_batch_or_worker() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import urllib.request
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lockstep.models.modes import evaluating
 from lockstep.nn import sync_batchnorm
 from lockstep.steps import initial
 from lockstep.training import optim
+from lockstep.training.precision import Precision
 from lockstep.world.world import World
 
 from ..command import events, refusal
@@ -178,6 +180,34 @@ def test_a_frozen_batchnorm_stays_in_evaluation_mode() -> None:
     assert trained == {
         name for name in dict(model.named_parameters()) if name.startswith(("stages.1", "stages.2", "c"))
     } - {"stages.1.0.residual.1.weight"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_held"),
+    [(["body.*"], True), (["body.1"], True), (["*.weight"], True), (["body.0.*"], True), (["body.0.weight"], False)],
+)
+def test_a_batchnorm_without_parameters_is_held_by_its_name_or_what_stands_beside_it(
+    patterns: list[str], is_held: bool
+) -> None:
+    body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))
+    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(3, 2)))
+    initial.freeze(model, patterns)
+    model(torch.randn(8, 4))
+    assert (int(body[1].get_buffer("num_batches_tracked")) == 0) == is_held
+    (line,) = initial.reached(model, override(RunConfig(), freeze=patterns))
+    assert ("statistics of 1 layer" in line) == (patterns[0] in ("body.*", "body.1", "*.weight"))
+
+
+def test_weights_that_a_precision_converts_are_reported() -> None:
+    double, half = nn.Linear(2, 2).double(), nn.Linear(2, 2).bfloat16()
+    lines = {
+        name: Precision.of(override(RunConfig(), precision=name).precision, torch.device("cpu")).cautions
+        for name in ("fp32", "fp64")
+    }
+    assert lines["fp32"](nn.Linear(2, 2)) == lines["fp64"](nn.Linear(2, 2)) == lines["fp64"](double) == []
+    (line,) = lines["fp32"](double)
+    assert line == "the model's float64 tensors become float32 under --precision fp32; --precision fp64 keeps them"
+    assert lines["fp32"](half)
 
 
 def test_patterns_that_cannot_be_meant_are_refused() -> None:

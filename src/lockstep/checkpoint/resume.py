@@ -32,8 +32,8 @@ _META: dict[tuple[type, ...], tuple[str, ...]] = {
     ),
     (int, NoneType): ("planned_epochs",),
     (float,): ("partial_s", "best_top1"),
-    (list,): ("epoch_s", "generators", "trained"),
-    (dict,): ("config",),
+    (list,): ("epoch_s", "generators", "trained", "names"),
+    (dict,): ("config", "contents"),
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm", "precision"),
 }

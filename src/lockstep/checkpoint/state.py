@@ -43,8 +43,12 @@ def model_state(model: nn.Module, *, under: str = "model") -> tuple[dict[str, Te
 def load_model(model: nn.Module, tensors: dict[str, Tensor], extra: dict[str, Any] | None = None) -> None:
     """Load what `model_state` returned, by the model's own `load_state_dict`.
 
-    Raises `RequestError` where it does not fit the model.
+    Buffers get the shapes that they are saved in: a forward pass may have changed them. Raises `RequestError` where it
+    does not fit the model.
     """
+    for name, buffer in dict(model.named_buffers()).items():
+        if name in tensors and tensors[name].shape != buffer.shape:
+            set_buffer(model, name, torch.empty_like(tensors[name], dtype=buffer.dtype, device=buffer.device))
     try:
         model.load_state_dict(tensors | (extra or {}))
     except Exception as error:  # a module's own, too
@@ -53,6 +57,16 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], extra: dict[str, An
             f"The checkpoint does not fit the model, whose load_state_dict raised {type(error).__name__}: "
             f"{' '.join(str(error).split())}. Give the model it was trained with."
         ) from error
+
+
+def set_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the model's buffer of that dotted name."""
+    parent, _, own_name = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if hasattr(module, own_name):
+        setattr(module, own_name, tensor)
+    else:
+        module.register_buffer(own_name, tensor)
 
 
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -31,7 +31,8 @@ not depend on the devices, so the run's own are not asked for again: this machin
 --devices and the other flags of lockstep train.
 
   --split SPLIT         validation, test or train (default: test); train without augmentation
-  --predictions FILE    write what the model says of each sample: index, label, predicted class, its probability
+  --predictions FILE    write a line per sample: index, label, predicted class (-1 where the model's output is not a
+                        number), its probability, and of an image folder the file
   --output FOLDER       where scores.json goes: all scores, and those of each class (default: the run's folder, with a
                         warning where that cannot be written)
 """
@@ -75,8 +76,8 @@ def main(given: list[str]) -> int:
                 f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "
                 f"{scores['samples']:,} samples  step {scores['step']:,}",
             )
-            if trouble and not is_asked:
-                Screen().say((f"warning: {trouble}", "yellow"))
+            for warning in (*scores["warnings"], *((str(trouble),) if trouble and not is_asked else ())):
+                Screen().say((f"warning: {warning}", "yellow"))
         if trouble and is_asked:
             raise trouble
     return 0

@@ -64,7 +64,7 @@ class DataConfig:
     augment: Annotated[tuple[str, ...], OneOf(("crop", "flip", "cutout"))] = ()  # Any of crop, flip, cutout.
     image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels of imagefolder's and fake's images.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
-    holdout: _Share = 0.0  # Share of the training set held out as a validation set, chosen by --seed; 0 for none.
+    holdout: _Share = 0.0  # Share of the training set (each class) for validation, chosen by --seed; 0 for none.
     skip_corrupt: bool = False  # Leave images out that cannot be decoded, and count them, instead of stopping.
     collate: str = ""  # With --step: module:attribute that makes a batch of a list of samples; by default torch's.
     on_device: _Switch = "auto"  # Keep small data sets in the accelerator's memory: auto, on, off.
@@ -97,7 +97,7 @@ class OptimConfig:
     batch, alone or with the number of things that it is a sum over (tokens, say; by default samples)."""
     metric: str = ""
     """With --step: module:attribute of your own, called as metric(model, batch), which returns a sum over the batch, or
-    (sum, count); more is better, and `best` follows it."""
+    (sum, count); more is better, and `best` follows it. An epoch whose count is 0 has no score."""
     label_smoothing: _Share = 0.0  # Share of each label that is spread over all classes.
     ema: Annotated[float | None, Bounds(above=0, below=1), _key(metavar="FLOAT")] = None
     """Decay of an exponential moving average of the weights, which evaluation then uses."""

@@ -7,16 +7,18 @@ the shorter side is 256/224 of the asked one, and their centre is taken. Importi
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,9 +36,14 @@ if TYPE_CHECKING:
 MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 """ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
-_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
-_KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
-"""Formats of these endings; Pillow knows forty more, some of which start other programs."""
+_KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+"""Formats that are read; Pillow knows forty more, some of which start other programs."""
+_ENDINGS = (
+    *(".jpg", ".jpeg", ".png", ".jpe", ".jfif", ".mpo", ".apng", ".webp", ".bmp", ".dib", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tif", ".tiff"),
+)
+"""Pillow's for these formats."""
+_BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # tags of TIFF
 _MOST_BYTES = 1 << 30
 _SCAN = re.compile(rb"\xff\xda\0(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _SCANS = 16
@@ -81,13 +88,35 @@ def decode(path: Path) -> Image.Image:
                 raise ValueError(f"{image.width} × {image.height} pixels in {scans} scans are too many")
             if image.tile and image.tile[0][0] == "bmp_rle":
                 raise ValueError("it is a compressed BMP, which takes Pillow seconds")
-            return image.convert("RGB")
+            return _as_bytes(image).convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, …
         unknown = f"it is none of {', '.join(_KINDS)}" if isinstance(error, UnidentifiedImageError) else ""
         reason = unknown or getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise RequestError(
             f"{path} cannot be decoded ({reason}); repair or remove it, or leave such files out with --skip-corrupt."
         ) from error
+
+
+def _as_bytes(image: Image.Image) -> Image.Image:
+    """Scale a grey image of more than 8 bits, or of floats from 0 to 1, to bytes. Pillow would clip it at 255.
+
+    Raises `ValueError` for values whose white is unknown.
+    """
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    from PIL import Image
+
+    tags: Any = getattr(image, "tag_v2", {})  # elsewhere 16 bits: Pillow scales a PGM of fewer
+    bits, kind = tags.get(_BITS_PER_SAMPLE, (16,))[0], tags.get(_SAMPLE_FORMAT, (1,))[0]
+    white = 1 if image.mode == "F" else 2**bits - 1
+    values = np.asarray(image, np.float32)
+    if image.mode == "F" and not 0 <= values.min() <= values.max() <= 1:
+        found = f"its values range from {values.min():g} to {values.max():g}, not from 0 to 1"
+        raise ValueError(f"{found}: save it with 8 or 16 bits")
+    if image.mode != "F" and (bits > 16 or kind != 1):
+        found = f"it has {'signed ' if kind == 2 else ''}integers of {bits} bits, which do not say what white is"
+        raise ValueError(f"{found}: save it with 8 or 16 bits")
+    return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
 
 
 def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
@@ -139,13 +168,18 @@ def folders(config: DataConfig) -> dict[str, str]:
     return found
 
 
-def _classes(root: Path) -> list[str]:
-    return sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
+def _classes(root: Path) -> dict[str, list[str]]:
+    """Return {class: its folders}, in ImageFolder's order. Unicode spells é in two ways, and a Mac's disk in one."""
+    classes: dict[str, list[str]] = {}
+    for name in sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith(".")):
+        classes.setdefault(unicodedata.normalize("NFC", name), []).append(name)
+    return classes
 
 
 def _scan(config: DataConfig) -> Arrays:
-    """Return each split's image paths, labels and skipped files; class names."""
+    """Return each split's image paths, labels and skipped files; class names; numbers of other files by ending."""
     arrays: Arrays = {}
+    other_files = Counter[str]()
     found, classes = folders(config), _classes(config.dir / "train")
     for name in found.values():
         if different := sorted({*classes} ^ {*_classes(config.dir / name)}):
@@ -153,7 +187,10 @@ def _scan(config: DataConfig) -> Arrays:
             raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
     for split, name in found.items():
         root = config.dir / name
-        files = [_images(root, each) for each in classes]
+        class_folders = _classes(root)
+        files = [
+            [path for folder in class_folders[each] for path in _images(root, folder, other_files)] for each in classes
+        ]
         if config.skip_corrupt:
             every = [root / path for paths in files for path in paths]
             with ThreadPoolExecutor(hardware.cpus()) as threads:  # Pillow decodes without the interpreter's lock
@@ -161,19 +198,24 @@ def _scan(config: DataConfig) -> Arrays:
             files = [[path for path in paths if root / path not in corrupt] for paths in files]
             arrays[f"{split} skipped"] = np.array([os.fsencode(path) for path in corrupt], np.bytes_)
         if not (classes and all(files)):
-            empty = root / classes[files.index([])] if classes else root
+            empty = root / [*classes][files.index([])] if classes else root
             raise RequestError(
                 f"{empty} holds no images ({', '.join(_ENDINGS[:3])}, …) that can be decoded; the layout is "
                 f"{root}/CLASS/*.jpg: put some there, or remove the class from each split."
             )
         arrays[f"{split} paths"] = np.array([os.fsencode(path) for paths in files for path in paths], np.bytes_)
         arrays[f"{split} labels"] = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
-    return arrays | {"classes": np.array([os.fsencode(each) for each in classes], np.bytes_)}
+    ignored = [f"{ending or 'no ending'} {count:,}" for ending, count in sorted(other_files.items())]
+    texts = {"classes": classes, "ignored": ignored}
+    return arrays | {key: np.array([os.fsencode(each) for each in words], np.bytes_) for key, words in texts.items()}
 
 
-def _images(root: Path, name: str) -> list[str]:
-    """Return the sorted paths, below `root`, of a class's images. Linked folders are followed."""
-    found: list[str] = []
+def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
+    """Return the paths, below `root`, of a class's images, in ImageFolder's order. Linked folders are followed.
+
+    Counts files of other endings in `other_files`.
+    """
+    images: list[tuple[str, str]] = []
     paths = Counter[str]()
     for folder, inner, files in os.walk(root / name, followlinks=True):
         if any(each.samefile(folder) for each in Path(folder).parents):  # a link leads round in a circle
@@ -184,8 +226,12 @@ def _images(root: Path, name: str) -> list[str]:
         if paths[real] > _MOST_PATHS:
             raise RequestError(f"Links in {root / name} lead to {real} on more than {_MOST_PATHS} paths; remove some.")
         below = os.path.relpath(folder, root)
-        found += [f"{below}/{file}" for file in files if file.lower().endswith(_ENDINGS) and not file.startswith(".")]
-    return sorted(found, key=os.fsencode)
+        for file in files:
+            if file.lower().endswith(_ENDINGS) and not file.startswith("."):
+                images.append((below, file))
+            elif not file.startswith("."):
+                other_files[Path(file).suffix.lower()] += 1
+    return [f"{below}/{file}" for below, file in sorted(images)]
 
 
 def _is_corrupt(path: Path) -> bool:
@@ -218,7 +264,14 @@ def build(request: Request) -> Splits:
         # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
         left = tuple(name for name in variations if name == "cutout")
         source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), left, MEAN, STD))
+        source.files = splits[split], paths
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source
 
-    return Splits.of(request, make, validation="validation" in splits, names=names)
+    has_validation, labels = "validation" in splits, arrays["train labels"]
+    sources = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
+    if ignored := list(map(os.fsdecode, arrays["ignored"].tolist())):
+        endings = ", ".join(ignored[:5]) + ", …" * (len(ignored) > 5)
+        text = f"not read in {config.dir}, since their endings are not those of images: {endings}"
+        sources = dataclasses.replace(sources, cautions=(*sources.cautions, text))
+    return sources

@@ -112,9 +112,9 @@ def signature(value: Any) -> Signature:
     return [len(flat), float(flat.mean()), float((flat * weights).mean())] if len(flat) else []
 
 
-def spread(samples: int) -> npt.NDArray[np.int64]:
+def spread(samples: int, most: int = COMPARED) -> npt.NDArray[np.int64]:
     """Return the samples to compare, spread over the data set."""
-    return np.linspace(0, samples - 1, min(samples, COMPARED)).astype(np.int64)
+    return np.linspace(0, samples - 1, min(samples, most)).astype(np.int64)
 
 
 def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
@@ -141,6 +141,14 @@ def compare(world: World, asked: str, own: Sequence[Signature | None]) -> str:
         if not all(same):
             return drawn
     return ""
+
+
+def is_changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two `Splits.contents` of a split are of other labels or samples, or of another order."""
+    if saved["labels"] and now["labels"] and saved["labels"] != now["labels"]:
+        return True
+    pairs = zip(saved["samples"], now["samples"], strict=False)
+    return not all(alike(one, other) for one, other in pairs if one is not None and other is not None)
 
 
 def alike(one: Signature, other: Signature) -> bool:

@@ -59,7 +59,7 @@ def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats)
             x, transform = transform.normalised(x), Transform(request, shape, ())
         return resident(request, x, y, classes, transform)
 
-    return Splits.of(request, make)
+    return Splits.of(request, make, labels=arrays["train 1"])
 
 
 def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Transform | Plain) -> Data:

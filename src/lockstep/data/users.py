@@ -1,36 +1,41 @@
 """User data sets, module:attribute; any map-style data set as a source.
 
-The attribute is a function (of nothing, or of the `DataConfig`) that returns two map-style data sets of torch, (train,
-test), or three, (train, validation, test), whose samples are (x tensor, label). A `TensorDataset` is kept in memory. x
-of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anything else reaches the model as it is.
+The attribute is a function that returns two map-style data sets of torch, (train, test), or three, (train, validation,
+test), whose samples are (x tensor, label). A parameter `config`, or a first one without a default, is the `DataConfig`.
+A `TensorDataset` is kept in memory. x of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anything
+else reaches the model as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Generator, Iterable
+import operator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from .. import hardware, user_code
-from ..config.schema import DataConfig
+from ..config.schema import DataConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError
 from ..world.random_state import kept
+from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, collated, seed
 from .images import Plain, Transform, to_device
-from .ranks import Signature, check_alike, compare, digest, spread
+from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
 _MOST_WORKERS = 4
 """By default."""
+_COMPARED = 8
+"""Samples of each split, at most, that ranks compare, and a checkpoint with those of a continued run."""
 _PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
 """Keeps the draws of each purpose apart from each other, and from those of the other data sets."""
 
@@ -39,13 +44,27 @@ def called(config: DataConfig) -> dict[str, Any]:
     """Return the user's data sets by split. Raises `RequestError` unless the function returns two or three."""
     function = user_code.load("--data", config.name)
     try:
-        result = function(config) if inspect.signature(function).parameters else function()
+        result = _call(function, config)
     except Exception as error:
         raise RequestError(f"--data {config.name} {user_code.raised(error)}.") from error
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         what = f"--data {config.name} returned {type(result).__name__}"
         raise RequestError(f"{what}; it must return two data sets, (train, test), or three, (train, validation, test).")
     return dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
+
+
+def _call(function: Callable[..., Any], config: DataConfig) -> Any:
+    """Call `function` with `config` by name, or by position where its first parameter has no default."""
+    parameters = inspect.signature(function).parameters
+    if "config" in parameters:
+        return function(config=config)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [
+        parameter
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in by_position
+    ]
+    return function(config) if needed else function()
 
 
 def build(request: Request) -> Splits:
@@ -64,27 +83,62 @@ def build(request: Request) -> Splits:
             def make(split: str, variations: tuple[str, ...]) -> Source:
                 return _source(request, datasets[split], split, classes, variations)
 
-            splits = Splits.of(request, make, validation="validation" in datasets, names=names)
+            has_validation, labels = "validation" in datasets, _labels(datasets["train"])
+            splits = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
             facts: dict[str, Any] = {"splits": list(datasets), "classes": classes}
             facts["a sample of shape"] = list(splits.train.shape)
             for split, dataset in datasets.items():
-                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _labels(dataset)}
-            signatures = {
-                split: Batches(dataset, name=name, split=split).signatures(keys, spread(len(dataset)))
-                for split, dataset in datasets.items()
-                if world.size > 1
-            }
+                facts |= {f"{split} samples": len(dataset), f"{split} labels of digest": _digest(dataset, names)}
+            signatures = {split: _signatures(name, split, dataset, keys, world) for split, dataset in datasets.items()}
             return facts, splits, signatures
 
     facts, splits, signatures = world.together(built)
     check_alike(world, f"--data {name}", facts)
-    doubts = [compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items()]
-    return dataclasses.replace(splits, cautions=tuple(filter(None, doubts)))
+    doubts = [
+        compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items() if world.size > 1
+    ]
+    contents = {
+        split: {
+            "labels": facts[f"{split} labels of digest"],
+            "samples": [_by_name(sample, splits.names) for sample in samples],
+        }
+        for split, samples in signatures.items()
+    }
+    return dataclasses.replace(splits, cautions=(*splits.cautions, *filter(None, doubts)), contents=contents)
+
+
+def _signatures(
+    name: str, split: str, dataset: Any, keys: counter.UInt64, world: World, collate: Any = default_collate
+) -> list[Signature | None]:
+    try:
+        return Batches(dataset, collate, name, split).signatures(keys, spread(len(dataset), _COMPARED))
+    except RunError:  # once the run reads that sample, it says so
+        if world.size > 1:
+            raise
+        return []
+
+
+def _by_name(values: Signature | None, names: Sequence[str]) -> Signature | None:
+    """Return a sample's signature with its label's name in place of its label, which comes last in it."""
+    if values is None or not (values and names and values[-1] < len(names)):
+        return values
+    return [*values[:-3], *signature(names[int(values[-1])])]
+
+
+def content(config: RunConfig, dataset: Any, world: World) -> dict[str, Any]:
+    """Return `Splits.contents` of a training set whose samples have any structure."""
+    keys = counter.keys(GENERATORS, config.seed, _PURPOSE["function"])
+    return {
+        "labels": "",
+        "samples": _signatures(config.data.name, "train", dataset, keys, world, operator.itemgetter(0)),
+    }
 
 
 def _check(what: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise RequestError(f"{what} cannot be read by index; give a map-style data set, with __len__ and __getitem__.")
+        raise RequestError(
+            f"{what} cannot be read by index; give a map-style data set (__len__ and __getitem__), or train by --step."
+        )
     if len(dataset) == 0:
         raise RequestError(f"{what} has no sample; give at least one.")
 
@@ -95,13 +149,28 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _labels(dataset: Any) -> str:
-    """Return a hash of the labels; "" if unknown. Read from a label tensor or `targets`, not from samples."""
+def _labels(dataset: Any) -> Indices | None:
+    """Return the labels (N,); None if unknown. Read from a label tensor or `targets`, not from samples."""
+    if isinstance(dataset, Subset):
+        of_all = _labels(dataset.dataset)
+        return None if of_all is None else of_all[np.asarray(dataset.indices, np.int64)]
     pair = _tensors(dataset)
     try:
-        return digest(np.asarray(pair[1].cpu() if pair else dataset.targets, np.int64))
+        values = np.asarray(pair[1].cpu() if pair else dataset.targets)
+        with np.errstate(invalid="ignore"):
+            labels = values.astype(np.int64)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # none; or no labels, but boxes, texts, …
+        return None
+    return labels if labels.shape == (len(dataset),) and np.array_equal(labels, values) else None
+
+
+def _digest(dataset: Any, names: Sequence[str]) -> str:
+    """Return a hash of the labels, by name where there are names; "" if unknown."""
+    labels = _labels(dataset)
+    if labels is None:
         return ""
+    is_named = names and len(labels) and 0 <= labels.min() <= labels.max() < len(names)
+    return digest(np.array(names)[labels] if is_named else labels)
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
@@ -134,7 +203,10 @@ def _source(request: Request, dataset: Any, split: str, classes: int, variations
 
 def _x(what: str, index: int, sample: Any) -> Tensor:
     if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], Tensor):
-        raise RequestError(f"{what} sample {index} is not an (x tensor, label) pair.")
+        raise RequestError(
+            f"{what} sample {index} is not an (x tensor, label) pair; give such pairs, or train another task than "
+            "classification by --step."
+        )
     return sample[0]
 
 
@@ -159,7 +231,10 @@ def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
     is_list = isinstance(y, Tensor) and y.dim() == 1
     if not is_list or (y.is_floating_point() and not torch.equal(y, y.trunc())):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise RequestError(f"{what} labels are {found}; give one whole number for each sample, the index of its class.")
+        raise RequestError(
+            f"{what} labels are {found}; give one whole number for each sample, the index of its class, or train "
+            "another task than classification by --step."
+        )
     low, high = map(int, y.long().aminmax())
     if low < 0 or high >= classes:
         at = int(((y < 0) | (y >= classes)).nonzero()[0])

@@ -66,5 +66,5 @@ def _check_scores(name: str, scores: Any, classes: int) -> None:
         raise RequestError(
             f"--model {name} returns {found} for {_SAMPLES} samples, and the loss needs one score for each sample and "
             f"class, of shape ({_SAMPLES}, {classes}); return the scores alone, from a last layer of {classes} outputs "
-            "(an argument named classes is told the number)."
+            "(an argument named classes is given the number), or train another task than classification by --step."
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
+import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +95,7 @@ class Classifier:
         loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
         counts = None if check is None else SampleCounts(len(source))
         how: dict[str, Any] = {} if counts is None else {"note": counts.add}
+        how["warn"] = lambda text: loop.recorder.record("warning", text=text)
         scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
         if scores is None:
             raise loop.stopped()
@@ -181,7 +185,8 @@ def evaluate_checkpoint(
             )
         job.load_weights(loaded)
         own: list[Tensor] = []
-        scores = scored(job, source, predictions=own)
+        warnings = [*job.data.cautions]
+        scores = scored(job, source, predictions=own, warn=warnings.append)
         assert scores is not None, "nobody stops it"
         none = torch.empty(0, 4, dtype=torch.float64, device=world.device)
         rows = torch.cat(world.ragged(torch.cat(own or [none]))).cpu().numpy()
@@ -192,11 +197,12 @@ def evaluate_checkpoint(
             "split": split,
             **dataclasses.asdict(scores),
             "classes": _by_class(rows, job.data.train.classes, job.data.names),
+            "warnings": warnings,
             "covers": f"every number: each sample of the {split} set once, by all ranks",
         }
         numbers = getattr(source, "indices", rows[:, 0])  # of a part, those of the whole set
         if predictions is not None:
-            world.together(lambda: _write(predictions, rows, numbers) if world.is_main else None)
+            world.together(lambda: _write(predictions, rows, numbers, source.files) if world.is_main else None)
         return told
     finally:
         job.data.close()
@@ -213,13 +219,16 @@ def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[di
     ]
 
 
-def _write(predictions: Path, rows: np.ndarray, numbers: np.ndarray) -> None:
-    lines = (
-        f"{number:.0f},{label:.0f},{predicted:.0f},{probability!r}\n"
-        for number, (_, label, predicted, probability) in zip(numbers.tolist(), rows.tolist(), strict=True)
-    )
+def _write(predictions: Path, rows: np.ndarray, numbers: np.ndarray, files: tuple[str, np.ndarray] | None) -> None:
+    """Write a line per sample. `numbers` (n,) are its indices in the whole set, and in `files` if any."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(("index", "label", "predicted", "probability", *(("file",) if files else ())))
+    for number, (_, label, predicted, probability) in zip(numbers.tolist(), rows.tolist(), strict=True):
+        file = (f"{files[0]}/{os.fsdecode(files[1][int(number)])}",) if files else ()
+        lines.writerow((*map(int, (number, label, predicted)), repr(probability), *file))
     try:
         check_own(predictions)
-        write_whole(predictions, ("index,label,predicted,probability\n" + "".join(lines)).encode())
+        write_whole(predictions, os.fsencode(text.getvalue()))
     except OSError as error:
         raise unwritable(predictions, error) from error

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import counted
 from ..models.modes import evaluating
 from ..record.result import Scores
 from ..training.losses import LossFunction
@@ -33,17 +34,20 @@ def evaluate(
     loss_fn: LossFunction = nn.functional.cross_entropy,
     stop: Callable[[], bool] = lambda: False,
     note: Callable[[Indices], None] = lambda indices: None,
+    warn: Callable[[str], object] = lambda text: None,
     predictions: list[Tensor] | None = None,
 ) -> Scores | None:
     """Return the scores of `model` over all of `source`. *Collective*; None once `stop()` holds on any rank.
 
     Each rank takes a run of consecutive samples, `batch` at a time, and calls the model without a wrapper that would
     wait for other ranks. `note` is called with each batch's indices, and `predictions` get a row for each sample:
-    index, label, most likely class, its probability. top5 is of five classes, or of all where the model has fewer.
+    index, label, most likely class, its probability. top5 is of five classes, or of all where the model has fewer. Of
+    equal logits the first is the more likely, as `argmax` has it. A sample with a NaN among its logits counts as wrong,
+    with class -1 as its prediction; `warn` is called with their number.
     """
     samples = len(source)
     first, end = (samples * part // world.size for part in (world.rank, world.rank + 1))
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples
+    totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # top1, top5, loss, samples, NaN samples
     with world.progress.during("eval"), evaluating(model), torch.inference_mode():
         shares = (np.arange(start, min(start + batch, end)) for start in range(first, end, batch))
         stream = source.stream(shares, epoch=0)
@@ -54,20 +58,31 @@ def evaluate(
                 with autocast():
                     logits = model(x)
                 logits = logits.float() if logits.dtype.itemsize < 4 else logits
-                best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-                hits, loss = best == y[:, None], loss_fn(logits, y, reduction="sum")
-                counts = (hits[:, 0].sum(), hits.sum(), loss, y.new_full((), len(y)))
+                is_nan, loss = logits.isnan().any(1), loss_fn(logits, y, reduction="sum")
+                place = _place(logits, y).masked_fill_(is_nan, 5)
+                counts = ((place == 0).sum(), (place < 5).sum(), loss, y.new_full((), len(y)), is_nan.sum())
                 totals += torch.stack([count.double() for count in counts])
                 note(indices)
                 if predictions is not None:
-                    top = best[:, 0]
+                    top = logits.argmax(1)
                     probability = logits.gather(1, top[:, None])[:, 0].sub(logits.logsumexp(dim=1)).exp()
-                    row = (torch.from_numpy(indices).to(y.device), y, top, probability)
+                    row = (torch.from_numpy(indices).to(y.device), y, top.masked_fill(is_nan, -1), probability)
                     predictions.append(torch.stack([part.double() for part in row], dim=1))
             left -= _BATCHES
             totals.sum().item()  # the device does not fall behind
             if world.sum(torch.tensor(float(stop()))) > 0 and left > 0:
                 return None
-    top1, top5, loss, evaluated = world.sum(totals).tolist()
+    top1, top5, loss, evaluated, nans = world.sum(totals).tolist()
     assert evaluated == samples, f"evaluated {evaluated:.0f} of {samples} samples"
+    if nans:
+        warn(
+            f"The model's output for {nans:,.0f} of {counted(samples, 'sample')} is not a number: they count as wrong."
+        )
     return Scores(top1=top1 / samples, top5=top5 / samples, loss=loss / samples, samples=samples)
+
+
+def _place(logits: Tensor, y: Tensor) -> Tensor:
+    """Return how many classes are more likely than the label (n,). Of equal logits (n, classes), the first ones are."""
+    of_label = logits.gather(1, y[:, None])
+    is_before = torch.arange(logits.shape[1], device=y.device) < y[:, None]
+    return ((logits > of_label) | ((logits == of_label) & is_before)).sum(1)

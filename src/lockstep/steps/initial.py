@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm
-from ..checkpoint import foreign
+from ..checkpoint import find, foreign, peek
 from ..checkpoint.state import few, matching, misfits
 from ..checks.digest import digest
 from ..config.schema import ModelConfig, RunConfig
@@ -31,6 +32,7 @@ class Taken:
     drawn: list[str]  # missing in the source: as the seed has drawn them
     left_out: list[str]  # missing in the model
     reshaped: list[str]  # of another shape in the model, with both shapes: as drawn, too
+    names: list[str]  # of the classes that they were trained on, if the source is a run that says so
 
     def lines(self) -> list[str]:
         """Return the counts by kind in words, with the first names."""
@@ -53,7 +55,7 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
         return None
     if config.init_from == PRETRAINED:  # first by one rank, which may have to download it
         world.together(lambda: _read(config) if world.is_main else None)
-    source, found = world.together(lambda: _read(config))
+    source, found, names = world.together(lambda: _read(config))
     facts = {"tensors": len(found), "digest": f"{int(digest([found[name] for name in sorted(found)])):x}"}
     if differ := world.unlike(facts):
         raise RequestError(
@@ -71,43 +73,70 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
     with torch.no_grad():
         for name in taken:
             own[name].copy_(found[name])
-    return Taken(source, taken, drawn, left_out, list(reshaped.values()))
+    return Taken(source, taken, drawn, left_out, list(reshaped.values()), names)
 
 
-def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor]]:
-    """Return the weights' label, and tensors by name. Averaged weights are preferred."""
+def _read(config: ModelConfig) -> tuple[str, dict[str, Tensor], list[str]]:
+    """Return the weights' label, tensors by name, and any names of classes. Averaged weights are preferred."""
     if config.init_from == PRETRAINED:
-        return models_table.pretrained(config.name)
-    found = foreign.read(Path(config.init_from))
+        return *models_table.pretrained(config.name), []
+    path = Path(config.init_from)
+    found, meta = foreign.read(path), None if path.is_file() else peek(find(path) or path)
+    names = list(map(str, (meta or {}).get("names", ())))
     for group, what in (("ema/", " (its averaged weights)"), ("model/", "")):
         if part := {name.removeprefix(group): each for name, each in found.items() if name.startswith(group)}:
-            return f"{config.init_from}{what}", part
+            return f"{config.init_from}{what}", part, names
     raise RequestError(f"--init-from {config.init_from} holds no model's weights, but {few(list(found))}.")
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Freeze the parameters whose names match one of the `patterns`.
 
-    A BatchNorm layer whose parameters are all frozen stays in evaluation mode: it depends on no batch.
+    A BatchNorm layer whose parameters are all frozen stays in evaluation mode: it depends on no batch. So does one
+    without parameters whose name matches, or beside which all parameters are frozen.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    frozen = [parameter for pattern in patterns for parameter in matching("--freeze", pattern, named)]
+    matches = [_matches(model, pattern) for pattern in patterns]
+    frozen = [parameter for parameters, _ in matches for parameter in parameters]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    if frozen and not any(parameter.requires_grad for parameter in named.values()):
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"--freeze {' '.join(patterns)} leaves nothing to train; leave some parameters out.")
-    for layer in model.modules() if frozen else ():
+    for name, layer in model.named_modules() if frozen else ():
         if isinstance(layer, BatchNorm):
-            own = list(layer.parameters(recurse=False))
-            layer.training &= not own or any(parameter.requires_grad for parameter in own)
+            parts = name.split(".")
+            around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1))
+            own = next(parameters for module in around if (parameters := list(module.parameters())))
+            layer.training &= any(parameter.requires_grad for parameter in own)
+    for layer in (layer for _, layers in matches for layer in layers):
+        layer.training = False
+
+
+def _matches(model: nn.Module, pattern: str) -> tuple[list[nn.Parameter], list[BatchNorm]]:
+    """Return the parameters that a --freeze pattern matches, and the BatchNorm layers without parameters."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, BatchNorm)
+        and not list(layer.parameters(recurse=False))
+        and any(fnmatchcase(each, pattern) for each in (name, f"{name}.weight"))
+    ]
+    if layers and not any(fnmatchcase(name, pattern) for name in named):
+        return [], layers
+    return matching("--freeze", pattern, named), layers
 
 
 def reached(model: nn.Module, config: RunConfig) -> list[str]:
     """Return a line per --freeze and --lr-scale pattern. Each has the number of matched tensors and weights."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    found = {f"frozen by {each}": matching("--freeze", each, named) for each in config.model.freeze}
-    found |= {f"learning rate × {by:g} by {each}": those for each, by, those in scaled(model, config.optim)}
-    return [
-        f"{what}: {counted(len({*held}), 'tensor')} with {counted(sum(each.numel() for each in {*held}), 'weight')}"
-        for what, held in found.items()
-    ]
+    lines = []
+    for pattern in config.model.freeze:
+        parameters, layers = _matches(model, pattern)
+        statistics = f", and the statistics of {counted(len(layers), 'layer')} without any" if layers else ""
+        lines.append(f"frozen by {pattern}: {_sizes(parameters)}{statistics}")
+    scales = scaled(model, config.optim)
+    return lines + [f"learning rate × {factor:g} by {pattern}: {_sizes(those)}" for pattern, factor, those in scales]
+
+
+def _sizes(parameters: Iterable[nn.Parameter]) -> str:
+    unique = {*parameters}
+    return f"{counted(len(unique), 'tensor')} with {counted(sum(each.numel() for each in unique), 'weight')}"

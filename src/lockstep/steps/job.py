@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from ..exchange import method as methods
 from ..exchange import replicas
 from ..exchange.base import BACKWARD, Header, Part, Pass
 from ..exchange.method import Method
+from ..files import shown, understanding
 from ..models import table as models_table
 from ..models import trial
 from ..monitor.progress import SETUP
@@ -79,6 +81,9 @@ class Job(Prepared):
     def samples(self) -> int:
         """Samples in the training set."""
         return len(self.data.train)
+
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"names": [*self.data.names]}
 
     @property
     def index_bound(self) -> int:
@@ -167,6 +172,10 @@ def assemble(
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
+    if (saved := continued or evaluated) is not None:
+        with understanding(saved.origin or Path("the checkpoint")):
+            data = data.matched(saved.meta.get("names", []), shown(saved.origin))
+            data = data.compared(saved.meta.get("contents", {}))
     train, classes = data.train, config.model.classes or data.train.classes
     steps = plan.steps(len(train), drop_last=asked.drop_last)
     if steps == 0:
@@ -181,9 +190,14 @@ def assemble(
         model = sync_batchnorm.convert(model, world)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
+    cautions = precision.cautions(model)
     model = precision.place(model, world.device)
     # A checkpoint has all weights; the file that the run began with may be gone.
     taken = load_weights(config.model, model, world) if continued is None and evaluated is None else None
+    if taken is not None and len(taken.names) == len(data.names):
+        data = data.matched(
+            taken.names, taken.source, ", or name its file model.safetensors to take its weights anyway"
+        )
     with precision.autocast():
         trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype)
     if config.precision.compile:
@@ -207,6 +221,8 @@ def assemble(
         lr=optim.rate(config, plan.global_size, steps),
         loss_fn=loss_fn,
         taken=taken,
+        cautions=cautions,
+        contents=data.contents,
     )
 
 

@@ -127,8 +127,11 @@ class Loop:
                 self.checks.samples.end_batch()
                 self._batches += 1
 
-    def judge(self, score: float, scores: Scores | None = None, *, on: str = "") -> None:
-        """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set."""
+    def judge(self, score: float | None, scores: Scores | None = None, *, on: str = "") -> None:
+        """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set.
+
+        Weights without a score are no candidates for `best`, and do not count for --patience.
+        """
         position = self.position
         position.judge(score)
         self._score = score

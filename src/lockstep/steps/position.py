@@ -41,12 +41,14 @@ class Position:
         """Return the fields for a checkpoint."""
         return dataclasses.asdict(self) | {"best_top1": _NONE if self.best_top1 == -math.inf else self.best_top1}
 
-    def judge(self, score: float) -> None:
-        """Take the score of this step's weights; higher is better. The best weights are chosen by this score."""
+    def judge(self, score: float | None) -> None:
+        """Take the score of this step's weights, if any; higher is better. It chooses the best weights."""
+        self.evaluated = self.step
+        if score is None:
+            return
         is_better = score > self.best_top1
         self.stale = 0 if is_better else self.stale + 1
         self.best_top1 = score if is_better else self.best_top1
-        self.evaluated = self.step
 
     def stalled(self, patience: int | None) -> str:
         """Return why `patience` ends the run at this step; "" otherwise."""

@@ -28,6 +28,7 @@ from ..checkpoint.state import (
 from ..checks import finite
 from ..checks.samples import Indices
 from ..config.schema import RunConfig
+from ..data.ranks import is_changed
 from ..errors import RequestError
 from ..exchange.base import Exchange
 from ..files import shown, understanding
@@ -90,6 +91,8 @@ class Prepared:
     """Whether settings of optimizers follow from the config and the step, as under `lockstep train`."""
     average: Average | None = None
     batchnorm: str = "none"
+    contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Digests of the user's data sets (see `data.source.Splits`)."""
     first_loader: Source | None = None
     inner: set[Optimizer] = field(default_factory=set)
     """Optimizers that another one keeps and steps, over the same parameters."""
@@ -178,6 +181,8 @@ class Prepared:
             "accumulation": 1 if source is None else source.plan.accumulation,
             "batch": 0 if source is None else source.plan.global_size,
             "samples": 0 if source is None else source.samples or 0,
+            "contents": self.contents,
+            "names": [],
         }
 
     def state(self, step: int, *, pending: bool = False) -> State:
@@ -244,6 +249,13 @@ class Prepared:
                     f"{shown(state.origin)} was trained with {saved[key]} {what}, and here are {now[key]}: its order "
                     "would be another; give it the same data, or start a new run in another --output."
                 )
+        was, is_now = (each["contents"].get("train") for each in (saved, now))
+        if was and is_now and is_changed(was, is_now):
+            raise RequestError(
+                f"{shown(state.origin)} was trained with other samples or labels, or in another order, than --data "
+                f"{self.config.data.name} now gives; give it the same data, or begin a new run with its weights by "
+                f"--init-from {shown(state.origin)} in place of --resume."
+            )
         kinds = [
             f"local, of {each['replicas']} replicas" if each["batchnorm"] == "local" else each["batchnorm"]
             for each in (saved, now)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .. import _torch
-from ..checkpoint.state import matching
+from ..checkpoint.state import matching, set_buffer
 from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
 
@@ -37,14 +37,20 @@ class Average:
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._ours: list[Tensor] = list(self.module.parameters())
         self._theirs: list[Tensor] = list(model.parameters())
-        self._our_buffers, self._their_buffers = list(self.module.buffers()), list(model.buffers())
+        self._model = model
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the model's weights after a step."""
         self._average(self._ours, self._theirs, 0)
-        if self._our_buffers:
-            _torch.foreach_copy_(self._our_buffers, self._their_buffers)
+        # By name: a model's forward may assign a buffer anew, in another shape, or register one.
+        averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
+        for name, buffer in buffers.items():
+            if name not in averaged or averaged[name].shape != buffer.shape:
+                averaged[name] = torch.empty_like(buffer)
+                set_buffer(self.module, name, averaged[name])
+        if buffers:
+            _torch.foreach_copy_([averaged[name] for name in buffers], [*buffers.values()])
 
 
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:

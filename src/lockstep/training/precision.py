@@ -76,6 +76,16 @@ class Precision:
         """Dtype for a user's model and data: float64, or None (unchanged)."""
         return self.dtype if self.name == "fp64" else None
 
+    def cautions(self, model: nn.Module) -> list[str]:
+        """Return a line if `place` would convert weights or buffers that are not of torch's default dtype."""
+        dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()}
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - {torch.float32, self.dtype})
+        hint = "; --precision fp64 keeps them" if names == ["float64"] else ""
+        target = str(self.dtype).removeprefix("torch.")
+        return [
+            f"the model's {' and '.join(names)} tensors become {target} under --precision {self.name}{hint}"
+        ] * bool(names)
+
     def place(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the model on `device`, in this dtype and memory order."""
         model = model.to(device=device)

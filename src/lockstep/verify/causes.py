@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from .._torch import BatchNorm, TorchDispatchMode
+from ..checkpoint.state import few
 from ..config.registry import KINDS
-from .switches import EVERYTHING, Constants, Off, switched, unsteady
+from .model_state import ModelState
+from .switches import EVERYTHING, Constants, Off, state_of_samples, switched, unsteady
 from .workbench import ONE, TOLERANCE, Case, Workbench, beyond, gaps, worst
 
 _SENTENCES = {
@@ -35,6 +37,8 @@ _SENTENCES = {
     "divided by that factor, all agree",
     "randomness of its own": "the model draws from NumPy's or Python's generator, or one of its own, which cannot be "
     "switched off; draw from torch's, so that the rest can be compared",
+    "state that a forward pass changes": "{}: each pass changes it by its samples, and a rank's pass has its own share "
+    "alone; compute it from all ranks' samples, or do not use it in training",
     "coupled samples": "{}: what it makes of a sample depends on the others of the batch, and a rank has its own share "
     "alone",
     "coarser arithmetic": "the model computes a part in less than float64 ({}), whose rounding this is; verify with "
@@ -142,14 +146,19 @@ def _of_the_model(bench: Workbench, case: Case, rest: Mapping[str, float], toler
     """Return the cause and place of a gap that no switch closes. Runs the model in this process."""
     job, (x, _) = bench.job(ONE), bench.read(case)
     with switched(job.model, frozenset({"statistics"}), job.method.devices), Constants():  # type: ignore[no-untyped-call]
+        state = ModelState(job.model)
         with _Watching() as watch, torch.no_grad():
             job.model(x)
+        state.restore()
         coarse = list(watch.coarse) if job.precision.name == "fp64" else []
         if unsteady(job.model, x, slice(None), 0.0):
             return "randomness of its own", ""
+        shares = [rows for replica in range(bench.replicas) for rows in case.share(replica, bench.replicas)]
+        if names := state_of_samples(job.model, x, shares[0]):
+            return "state that a forward pass changes", few(names)
         # Some processors round a row otherwise in a batch of another size: float32 is no coupling in float64's digits.
         fine = max(tolerance, TOLERANCE) if coarse else tolerance
-        for rows in (rows for replica in range(bench.replicas) for rows in case.share(replica, bench.replicas)):
+        for rows in shares:
             if layer := unsteady(job.model, x, rows, fine):
                 return "coupled samples", layer
     if coarse and worst(rest) < TOLERANCE:

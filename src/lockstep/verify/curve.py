@@ -35,6 +35,10 @@ _CLAIMS = {
     "curve": "Under every strategy, number of devices, launcher and continuation, training comes to one model",
     "gradients": "On any number of ranks, in micro-batches or not, a loop's optimizers begin with the same gradients",
 }
+_RESUMED_HINT = (
+    "only what was resumed parts: state that a forward pass changes outside of the model's parameters and buffers, "
+    "such as a counter in Python, is in no checkpoint; keep it in a buffer"
+)
 _HINTS = {
     "curve": "lockstep verify gradients looks for the cause",
     "gradients": "look for what depends on the samples that a rank sees at once: a sum of losses given to "
@@ -211,7 +215,8 @@ def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str,
         # A net with BatchNorm makes rounding of fp32 grow to a thousandth of a loss within 20 steps of digits.
         is_rounding = precision != "fp64" and not any(each.variant.same_bits for each in parted)
         rounding = f"rounding in {precision} can grow to that, and --precision fp64 shows whether it is no more"
-        said += f"; {rounding if is_rounding else _HINTS[name]}"
+        is_resumed = all(len(each.variant.stages) > 1 for each in parted)
+        said += f"; {rounding if is_rounding else _RESUMED_HINT if is_resumed else _HINTS[name]}"
     else:
         sizes = [(each.last_step, each.loss, each.weight) for each in compared]
         steps, loss, weight = map(max, zip(*sizes, strict=True)) if sizes else (0, 0.0, 0.0)

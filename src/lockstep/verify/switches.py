@@ -15,6 +15,7 @@ from .. import _torch
 from .._torch import BatchNorm, TorchDispatchMode
 from ..training.losses import LossFunction
 from ..world.random_state import kept, seed_all
+from .model_state import ModelState
 
 Off = frozenset[str]
 """What is switched off on both sides of a measurement."""
@@ -33,9 +34,9 @@ EVERYTHING: Off = frozenset(
 def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Switch off the model's part of `off` within the block.
 
-    Its buffers, and the generators of the host and of `devices`, are restored at the end.
+    Its state, and the generators of the host and of `devices`, are restored at the end.
     """
-    buffers = {name: held.clone() for name, held in model.named_buffers()}
+    state = ModelState(model)
     norms = [each for each in model.modules() if isinstance(each, BatchNorm) and each.training and "statistics" in off]
     with ExitStack() as stack, kept(devices):
         if "randomness" in off:
@@ -48,9 +49,7 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
             layer.training = False
             stack.callback(setattr, layer, "training", True)
         yield
-    with torch.no_grad():
-        for name, held in model.named_buffers():
-            held.copy_(buffers[name])
+    state.restore()
 
 
 def _without_randomness(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
@@ -114,10 +113,12 @@ def unsteady(model: nn.Module, x: Tensor, rows: slice, tolerance: float) -> str:
     """Return the first layer whose output for `rows` depends on the batch. x is (n, …); "" for no layer.
 
     With all rows: the first layer that draws from a generator other than torch's. Requires batch statistics and torch's
-    randomness to be switched off.
+    randomness to be switched off. The model's state is restored.
     """
+    state = ModelState(model)
     seed_all(0)
     whole = _passed(model, x)
+    state.restore()
     seed_all(1)
 
     def differ(ours: Tensor, theirs: Tensor) -> bool:
@@ -127,12 +128,30 @@ def unsteady(model: nn.Module, x: Tensor, rows: slice, tolerance: float) -> str:
         ours, theirs = ours.double(), theirs.double()
         return float((ours - theirs).abs().max()) > tolerance * float(ours.abs().max())
 
-    for name, (given, made) in _passed(model, x[rows]).items():
+    parts = _passed(model, x[rows])
+    state.restore()
+    for name, (given, made) in parts.items():
         if name not in whole or differ(whole[name][0], given):
             return f"the model's own forward, before {name}"
         if differ(whole[name][1], made):
             return name
     return ""
+
+
+@torch.no_grad()
+def state_of_samples(model: nn.Module, x: Tensor, rows: slice) -> list[str]:
+    """Return the names of state that a forward pass changes by its samples x (n, …), and that its output depends on.
+
+    The model's state is restored.
+    """
+    before = ModelState(model)
+    alone, after_part = model(x[rows]), ModelState(model)
+    before.restore()
+    model(x)
+    after_whole = ModelState(model)
+    is_used = not torch.equal(model(x[rows]), alone)
+    before.restore()
+    return after_whole.differing(after_part) if is_used else []
 
 
 @torch.no_grad()
