@@ -2,7 +2,7 @@
 
 A batch's weight is that of its share, wherever the loop has come to meanwhile: a loop may read ahead, go over a list of
 batches, or skip one. A share is known again by the memory of its batch's tensors when the model's forward is called
-with them; the output's node in autograd's graph is marked with it, and the loss's graph leads to the mark. Where the loop
+with them; the output's node in the autograd graph is marked with it, and the loss leads to the mark. Where the loop
 changes its tensors before it calls the model, the share is the one whose tensors are still alive and that has had no
 backward pass yet. Where several may be meant, and it matters which, the loop is refused.
 """
