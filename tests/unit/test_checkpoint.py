@@ -54,6 +54,7 @@ def test_tensors_of_every_kind_and_meta_come_back_with_the_same_bits(tmp_path: P
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
         bits = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
         tensors[f"model/{dtype}"] = bits.view(dtype).reshape(2, 3)  # any bits: NaNs with payloads, subnormal numbers
+    tensors |= {f"model/{dtype}": torch.randn(2, 3, dtype=dtype) for dtype in (torch.complex64, torch.complex128)}
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tensors |= {"model/images": images, "model/strided": images.transpose(0, 3)[::2]}
     meta = {"best": -float("inf"), "config": {"lr": 0.1 + 0.2, "text": "é\udc80"}, "rng": "AAEC", "none": None}

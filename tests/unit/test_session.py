@@ -478,6 +478,29 @@ def test_steps_that_are_made_once_in_several_batches_are_continued_where_they_st
     assert torch.equal(again, weights)
 
 
+def test_gradients_that_wait_for_a_step_at_an_epochs_end_are_continued(tmp_path: Path) -> None:
+    def train(output: str, stop_at: int = 9, **options: Any) -> Tensor:
+        ours, model, optimizer, loader = loop(output=output, **options)
+        with ours:
+            for epoch in ours.epochs(2):  # of four batches
+                if epoch == stop_at:
+                    raise KeyboardInterrupt
+                for number, batch in enumerate(loader, start=4 * epoch):
+                    ours.backward(loss_of(model, batch) / 3)
+                    if number % 3 == 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        weights: Tensor = model[1].weight.detach()
+        return weights
+
+    torch.manual_seed(0)
+    whole = train(str(tmp_path / "whole"))
+    torch.manual_seed(0)
+    with pytest.raises(KeyboardInterrupt):
+        train(str(tmp_path / "part"), stop_at=1)
+    assert torch.equal(train(str(tmp_path / "part"), resume="auto"), whole)
+
+
 def test_a_stop_in_an_epochs_last_batch_comes_after_what_follows_the_loop_over_its_batches(tmp_path: Path) -> None:
     def train(*, stops: bool, **options: Any) -> list[tuple[int, int]]:
         ours, model, optimizer, loader = loop(output=str(tmp_path), **options)

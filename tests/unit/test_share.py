@@ -202,6 +202,21 @@ def test_a_sampler_is_drawn_from_seed_and_epoch(sampler: Any) -> None:
     assert _samples([evaluated.shares()]) == sorted(read(1, 0))
 
 
+@pytest.mark.parametrize("sampler", [None, data.SubsetRandomSampler(range(3, 20))])
+def test_a_further_pass_over_an_epoch_has_an_order_and_draws_of_its_own(sampler: Any) -> None:
+    options = {"sampler": sampler} if sampler else {"shuffle": True}
+    found = []
+    for ranks in (1, 3):
+        shared = _ranks(Drawing(), 6, ranks, **options)
+        found.append([_samples([each.micros(1, again=again) for each in shared]) for again in (0, 1, 2)])
+    assert found[0] == found[1]
+    first, *others = ([tuple(row) for row in rows] for rows in found[0])
+    for rows in others:
+        assert [index for index, *_ in rows] != [index for index, *_ in first]
+        assert sorted(index for index, *_ in rows) == sorted(index for index, *_ in first)
+        assert {row[1:] for row in rows}.isdisjoint(row[1:] for row in first)
+
+
 def test_what_cannot_be_shared_out_is_refused() -> None:
     four, growing = TensorDataset(torch.arange(4)), [0, 1]
     world = World(Topology(rank=0, size=2, local_size=2), torch.device("cpu"))
