@@ -261,14 +261,14 @@ def test_a_loop_that_is_resumed_within_an_epoch_counts_it(pool: RankPool, tmp_pa
     )
 
 
-def _left(world: World) -> None:
+def _left(world: World, at: int) -> None:
     with session(world, ledger=True, accumulate=2) as ours:
         model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
         for _ in ours.epochs(2):
             for number, (x, y) in enumerate(loader):
-                if number == 3:  # within the second batch
+                if number == at:
                     break
                 ours.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
@@ -277,8 +277,9 @@ def _left(world: World) -> None:
     assert checks["samples"]["times"] == 2
 
 
-def test_samples_of_a_batch_that_a_loop_leaves_do_not_count(pool: RankPool) -> None:
-    pool.run(2, _left)
+@pytest.mark.parametrize("at", [2, 3])  # the micro-batches of the second batch
+def test_samples_of_a_batch_that_a_loop_leaves_do_not_count(pool: RankPool, at: int) -> None:
+    pool.run(2, _left, at)
 
 
 def test_a_script_of_a_users_own_is_counted(tmp_path: Path) -> None:
