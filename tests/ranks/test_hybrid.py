@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.steps.job import assemble
+from lockstep.world.shared_memory import SharedMemory
 from lockstep.world.world import World
 
 from ..command import Ended, command, end, refusal, sentence, start
@@ -75,14 +76,14 @@ def _exchanged(world: World) -> tuple[int, bool]:
     """
     job = assemble(override(RunConfig(), **NET, model="mlp", accumulate=3, precision="fp64"), world)
     sums: list[Tensor] = []
-    summed = World.sum_
+    summed = SharedMemory.sum_
 
-    def counted(world: World, tensor: Tensor) -> Tensor:
+    def counted(memory: SharedMemory, tensor: Tensor) -> None:
         sums.append(tensor)
-        return summed(world, tensor)
+        summed(memory, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "sum_", counted)
+        patch.setattr(SharedMemory, "sum_", counted)
         job.train_step(job.plan.global_size, [micro.batch for micro in islice(job.micros(0), 3)])
     gradients = world.stack(
         torch.cat([item.grad.flatten() for item in job.model.parameters() if item.grad is not None])

@@ -86,9 +86,7 @@ class Session:
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
-        self.prepared = prepared or Prepared(
-            ours.config, world, self.precision, exchange=exchange_of(world) if world.size > 1 else base.Exchange(world)
-        )
+        self.prepared = prepared or Prepared(ours.config, world, self.precision, exchange=exchange_of(world))
         self.exchange = self.prepared.exchange
         self._held.callback(self.exchange.close)
         self.loop = Loop(ours, self.prepared)
@@ -104,7 +102,7 @@ class Session:
         self._evaluations = 0
         self._evaluating: Micro | None = None  # the share under way of an evaluation
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
-        self._is_scaler_stepping = self._has_warned_of_gather = self._has_warned_of_left = False
+        self._is_scaler_stepping = self._has_warned_of_left = False
         self._lr = 0.0
         self._stepped_by: set[Optimizer] = set()  # in the batch under way
         self._parts_at_step = 0  # backward passes before the last optimizer step
@@ -310,6 +308,10 @@ class Session:
                     "an epoch is over without an optimizer step: session.backward was called, optimizer.step() not"
                 )
             self._end_epoch()
+        if self._has_gradients and not has_stepped:
+            raise RequestError(
+                "The last epoch is over, and no optimizer has stepped after session.backward: call optimizer.step()."
+            )
         self._in_epochs = False
         self.loop.finish()
 
@@ -709,14 +711,18 @@ class Session:
     def gather(self, value: Any) -> Any:
         """Gather a value of each rank in rank order (*collective*).
 
-        Tensors (n, …) are concatenated, whatever each rank's n, without their gradients. Lists are too; any other value
-        comes back as a list of all ranks' values. Lists and values hold numbers, texts, lists and dicts.
+        Tensors (n, …) are concatenated, whatever each rank's n. Their gradients are summed over the ranks, so that a
+        loss over all gathered rows, such as a contrastive one, has the gradient of one device. Lists are concatenated
+        too; any other value comes back as a list of all ranks' values. Lists and values hold numbers, texts, lists and
+        dicts.
         """
         if isinstance(value, Tensor):
-            if value.requires_grad and torch.is_grad_enabled() and self.world.size > 1 and self._evaluating is None:
-                self._warn_gather()
+            own = value if self._counts else value[:0]
+            if self.world.size == 1:
+                return own
             self._meet("gather", value.dtype, tuple(value.shape[1:]))
-            return torch.cat(self.world.ragged(value.detach() if self._counts else value.detach()[:0]))
+            gathered: Tensor = Gathered.apply(own, self.world)
+            return gathered
         self._meet("gather", type(value).__name__)
         try:
             found = self.world.gather(value if self._counts or not isinstance(value, list) else [])
@@ -725,14 +731,6 @@ class Session:
                 f"session.gather takes tensors, and lists, dicts, numbers and texts; found {error}."
             ) from error
         return [item for own in found for item in own] if isinstance(value, list) else found
-
-    def _warn_gather(self) -> None:
-        if not self._has_warned_of_gather:
-            self._has_warned_of_gather = True
-            self._warn(
-                "session.gather returns tensors without gradients: a loss over gathered outputs, such as a contrastive "
-                "one, trains through none of them"
-            )
 
     def print(self, *words: Any, **how: Any) -> None:
         """Print on rank 0 alone, as Python's own `print` does."""
@@ -796,6 +794,21 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+class Gathered(torch.autograd.Function):
+    """Every rank's rows, in rank order; each rank's gradients of them are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, world: World) -> Tensor:
+        parts = world.ragged(own.detach())
+        ctx.world, ctx.start = world, sum(map(len, parts[: world.rank]))
+        ctx.count = len(own)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.sum(gradient)[ctx.start : ctx.start + ctx.count], None
 
 
 def _modules_so_far() -> Iterable[nn.Module]:
