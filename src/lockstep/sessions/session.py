@@ -252,6 +252,10 @@ class Session:
         source = self.prepared.source
         if source is not None and source.plan.accumulation > 1:
             # What steps once in a global batch steps at its end, as optimizers do.
+            for optimizer in self.prepared.optimizers:
+                attach(optimizer, "zero_grad", self._at_last)
+            for model in self.prepared.models.values():
+                attach(model, "zero_grad", self._at_last)
             for part in (*self.prepared.others, *self.prepared.models.values()):
                 if isinstance(part, LRScheduler):
                     gate_schedule(part, lambda: self.is_last)
