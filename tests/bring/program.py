@@ -146,7 +146,8 @@ def draw(seed: int, number: int) -> Program:
         epochs=source.choice((1, 2, 3)),
         uses_epochs=maybe(False, True, 0.15),
         passes=tuple(_draw_pass(source, batches, accumulate) for _ in range(source.choice((1, 1, 2, 3)))),
-        clip=maybe(source.choice(("norm", "value")), ""),
+        # torch's clip_grad_value_ takes no model without gradients, as before a batch's last micro-batch.
+        clip=maybe(source.choice(("norm", "value") if accumulate == 1 else ("norm", "norm")), ""),
         schedule=maybe(source.choice(("step", "epoch")), ""),
         averages=maybe(True, False, 0.2),
         accumulate=accumulate,

@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
-        ("Exploding", 1, r"^The loss at step 3 is not a finite number on rank 0 and rank 1; .*--lr.*--clip"),
+        ("Exploding", 1, r"^The loss at step 4 is not a finite number on rank 0 and rank 1; .*--lr.*--clip"),
         (
             "Flipping",
             3,
@@ -58,7 +58,7 @@ def test_what_goes_wrong_in_the_users_model_is_one_sentence(model: str, code: in
         assert summary["error"] == said
     kept = {path.name: path for path in (folder / "run" / "failures").iterdir()}
     if model == "Exploding":  # with the samples of the step, by rank
-        told = [json.loads(kept[f"nonfinite_step_3_rank_{rank}.json"].read_text())["indices"] for rank in (0, 1)]
+        told = [json.loads(kept[f"nonfinite_step_4_rank_{rank}.json"].read_text())["indices"] for rank in (0, 1)]
         assert len({index for shares in told for share in shares for index in share}) == 50
     else:
         assert "Traceback" in kept["rank_1.txt" if model == "Failing" else "rank_0.txt"].read_text()

@@ -288,8 +288,6 @@ def _counted() -> Iterator[dict[str, int]]:
 def _gradient_bytes(loop: Loop, world: World) -> int:
     """Return the bytes that DistributedDataParallel exchanges by itself."""
     prepared = loop.prepared
-    if world.memory is not None and world.device.type == "cpu":
-        return 0
     models = prepared.models.values()
     return sum(each.nbytes for model in models for each in model.parameters() if each.requires_grad)
 

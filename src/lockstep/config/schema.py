@@ -118,8 +118,7 @@ class BatchConfig:
     micro_batch: _MaybeInt = None  # Instead of --accumulate: the most samples a rank computes at once.
     eval_batch: _MaybeInt = None  # Samples a rank evaluates at once; by default its share of the global batch.
     drop_last: bool = False  # Leave out an epoch's last, smaller batch.
-    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"
-    """Random numbers of the model and the loop: each rank's own, or one device's, whatever the number of ranks."""
+    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"  # Random numbers: of each rank, or global, as of one.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ class AllReduce(Exchange):
             ]
         )
         if self._memory is not None:
-            with self.world.progress.during("all-gather"):
+            with self.world.progress.during("all-reduce"):
                 return self._memory.stack(own), None
         rows = own.new_empty(self.world.size, len(own))
         if self._group is None:

@@ -120,6 +120,19 @@ class GlobalBatch:
         """Discard the batch, such as one left before its last micro-batch."""
         self._parts, self._losses, self._weights, self._number = [], [], [], 0
 
+    def adds_to_existing(self) -> bool:
+        """Return whether a backward pass would add to gradients that are there already."""
+        return any(parameter.grad is not None for parameter in self.exchange.parameters)
+
+    def waiting(self) -> tuple[float, int]:
+        """Return this rank's loss and the samples of whole batches since the last optimizer step."""
+        return 0.0 if self._loss is None else float(self._loss), self._samples
+
+    def wait(self, loss: float, samples: int) -> None:
+        """Go on from what `waiting` returned."""
+        self._loss = torch.tensor(loss, dtype=torch.float64, device=self.exchange.world.device)
+        self._samples = samples
+
     def taken(self) -> tuple[Tensor, int]:
         """Return and reset this rank's loss, and the samples. Both cover the batches since the last optimizer step."""
         device = self.exchange.world.device

@@ -45,13 +45,13 @@ def build(config: ParallelConfig, world: World) -> Method:
         if world.device.type == "cuda":
             indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
             devices = tuple(torch.device("cuda", index) for index in indices)
-    return Method(
-        name, devices, exchange_of(world, kind.exchange) if world.size > 1 or not kind.has_ranks else Exchange(world)
-    )
+    return Method(name, devices, exchange_of(world, kind.exchange))
 
 
 def exchange_of(world: World, name: str = registry.KINDS["ddp"].exchange) -> Exchange:
-    """Return the exchange of that name (module:class)."""
+    """Return the exchange of that name (module:class); none for ranks without a group, a lone one or imagined ones."""
+    if world.group is None and name == registry.KINDS["ddp"].exchange:
+        return Exchange(world)
     module, _, kind = name.partition(":")
     exchange: Exchange = getattr(import_module(module, __package__), kind)(world)
     return exchange

@@ -86,12 +86,11 @@ class Session:
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
         self._held = contextlib.ExitStack()
         ours = self._held.enter_context(run)
-        self.prepared = prepared or Prepared(
-            ours.config, world, self.precision, exchange=exchange_of(world) if world.size > 1 else base.Exchange(world)
-        )
+        self.prepared = prepared or Prepared(ours.config, world, self.precision, exchange=exchange_of(world))
         self.exchange = self.prepared.exchange
         self._held.callback(self.exchange.close)
         self.loop = Loop(ours, self.prepared)
+        self.loop.pending = self._pending
         self._held.callback(self.loop.close)
         self._batch = GlobalBatch(self.exchange)
         self._shares = Shares()
@@ -104,7 +103,8 @@ class Session:
         self._evaluations = 0
         self._evaluating: Micro | None = None  # the share under way of an evaluation
         self._in_epochs = self._has_stepped = self._has_gradients = self._has_compared = self._is_closed = False
-        self._is_scaler_stepping = self._has_warned_of_gather = self._has_warned_of_left = False
+        self._is_scaler_stepping = self._has_warned_of_left = False
+        self._keeps_gradients = False
         self._lr = 0.0
         self._stepped_by: set[Optimizer] = set()  # in the batch under way
         self._parts_at_step = 0  # backward passes before the last optimizer step
@@ -116,7 +116,7 @@ class Session:
         is_global, seed = ours.config.batch.draws == "global", ours.config.seed
         self._draws = GlobalDraws(world, seed) if is_global else None
         self._draw_watch = DrawWatch(world) if world.size > 1 and not is_global else None
-        self._is_watching = False
+        self._is_watching = self._in_loop = False
         self._before = {id(module) for module in _modules_so_far()} if prepared is None else set()
         if prepared is None:
             seed_weights(config.seed)
@@ -139,6 +139,12 @@ class Session:
         """Whether the current share completes the global batch. Optimizers and schedules then step."""
         current = self._shares.current
         return current is None or current.share.last
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no global batch is half trained: what acts once in a batch then acts."""
+        trained = self._trained
+        return trained is None or trained.share.last or not self._in_loop
 
     @property
     def samples(self) -> int:
@@ -254,19 +260,25 @@ class Session:
         source = self.prepared.source
         if source is not None and source.plan.accumulation > 1:
             # What steps once in a global batch steps at its end, as optimizers do.
+            for optimizer in self.prepared.optimizers:
+                attach(optimizer, "zero_grad", self._at_last)
+            for model in self.prepared.models.values():
+                attach(model, "zero_grad", self._at_last)
             for part in (*self.prepared.others, *self.prepared.models.values()):
                 if isinstance(part, LRScheduler):
-                    gate_schedule(part, lambda: self.is_last)
+                    gate_schedule(part, lambda: self._is_whole)
                 for name in ("update_parameters", "unscale_", "update"):
                     if isinstance(part, AveragedModel | torch.amp.GradScaler) and hasattr(part, name):
                         attach(part, name, self._at_last)
                 if isinstance(part, torch.amp.GradScaler):
                     attach(part, "step", self._at_last)
         self.loop.begin(epochs)
+        if self.loop.state is not None:
+            self._restore_pending(self.loop.state.meta.get("pending"))
         self._first_step = FirstStep(self.prepared, is_in_epochs=epochs is not None)
 
     def _at_last(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs) if self.is_last else None
+        return method(*args, **kwargs) if self._is_whole else None
 
     def _shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
         config = self.loop.config
@@ -310,6 +322,10 @@ class Session:
                     "an epoch is over without an optimizer step: session.backward was called, optimizer.step() not"
                 )
             self._end_epoch()
+        if self._has_gradients and not has_stepped:
+            raise RequestError(
+                "The last epoch is over, and no optimizer has stepped after session.backward: call optimizer.step()."
+            )
         self._in_epochs = False
         self.loop.finish()
 
@@ -317,7 +333,22 @@ class Session:
         self._end_draws()
         self._shares.leave()
         self.exchange.meet(Header(base.END_EPOCH, self.step))
-        self.loop.end_epoch(pending=self._has_gradients)
+        self.loop.end_epoch()
+
+    def _pending(self) -> dict[str, Any] | None:
+        """Return what waits for an optimizer step, for a checkpoint (*collective*); None if nothing does."""
+        if not (self._has_gradients or self._keeps_gradients):
+            return None
+        loss, samples = self._batch.waiting()
+        return {"samples": samples, "losses": self.world.gather(loss), "steps": self._has_gradients}
+
+    def _restore_pending(self, pending: dict[str, Any] | None) -> None:
+        if pending is not None:
+            losses, size = pending["losses"], self.world.size
+            own = losses[self.world.rank] if len(losses) == size else sum(losses) / size
+            self._batch.wait(own, pending["samples"])
+            self._has_gradients = self._keeps_gradients = True
+            self._has_gradients = pending["steps"]
 
     def _warn(self, text: str) -> None:
         self.loop.recorder.record("warning", text=text[0].upper() + text[1:] + ".")
@@ -343,6 +374,7 @@ class Session:
         micros = source.micros(epoch, first=first, again=place)
         if counts and loop.has_begun:
             loop.start_clock()
+        self._in_loop = self._in_loop or counts
         steps, index = self.step, first * source.plan.accumulation
         try:
             while True:
@@ -381,6 +413,7 @@ class Session:
                     self._passes.clear()
         finally:
             micros.close()  # with workers that read ahead
+            self._in_loop = self._in_loop and not counts
             if not loop.has_begun:  # a look at the data, whose values are of no step
                 loop.meter.pending.values.clear()
 
@@ -515,6 +548,8 @@ class Session:
             self._outside += 1
         else:
             header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
+        if not self._has_gradients and self._batch.adds_to_existing():
+            self._keeps_gradients = True  # of a batch that was stepped on: checkpoints have to hold them
         self._has_gradients, self._trained = True, handed
         progress.enter("backward")
         self._batch.backward(
@@ -586,7 +621,7 @@ class Session:
             return step()
         if closure is not None:
             raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
-        if not self.is_last:
+        if not self._is_whole:
             return None
         if not self._has_gradients:
             raise RequestError(
@@ -709,14 +744,18 @@ class Session:
     def gather(self, value: Any) -> Any:
         """Gather a value of each rank in rank order (*collective*).
 
-        Tensors (n, …) are concatenated, whatever each rank's n, without their gradients. Lists are too; any other value
-        comes back as a list of all ranks' values. Lists and values hold numbers, texts, lists and dicts.
+        Tensors (n, …) are concatenated, whatever each rank's n. Their gradients are summed over the ranks, so that a
+        loss over all gathered rows, such as a contrastive one, has the gradient of one device. Lists are concatenated
+        too; any other value comes back as a list of all ranks' values. Lists and values hold numbers, texts, lists and
+        dicts.
         """
         if isinstance(value, Tensor):
-            if value.requires_grad and torch.is_grad_enabled() and self.world.size > 1 and self._evaluating is None:
-                self._warn_gather()
+            own = value if self._counts else value[:0]
+            if self.world.size == 1:
+                return own
             self._meet("gather", value.dtype, tuple(value.shape[1:]))
-            return torch.cat(self.world.ragged(value.detach() if self._counts else value.detach()[:0]))
+            gathered: Tensor = Gathered.apply(own, self.world)
+            return gathered
         self._meet("gather", type(value).__name__)
         try:
             found = self.world.gather(value if self._counts or not isinstance(value, list) else [])
@@ -725,14 +764,6 @@ class Session:
                 f"session.gather takes tensors, and lists, dicts, numbers and texts; found {error}."
             ) from error
         return [item for own in found for item in own] if isinstance(value, list) else found
-
-    def _warn_gather(self) -> None:
-        if not self._has_warned_of_gather:
-            self._has_warned_of_gather = True
-            self._warn(
-                "session.gather returns tensors without gradients: a loss over gathered outputs, such as a contrastive "
-                "one, trains through none of them"
-            )
 
     def print(self, *words: Any, **how: Any) -> None:
         """Print on rank 0 alone, as Python's own `print` does."""
@@ -796,6 +827,21 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+
+class Gathered(torch.autograd.Function):
+    """Every rank's rows, in rank order; each rank's gradients of them are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, world: World) -> Tensor:
+        parts = world.ragged(own.detach())
+        ctx.world, ctx.start = world, sum(map(len, parts[: world.rank]))
+        ctx.count = len(own)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.sum(gradient)[ctx.start : ctx.start + ctx.count], None
 
 
 def _modules_so_far() -> Iterable[nn.Module]:

@@ -43,6 +43,8 @@ class Loop:
         self.prepared, self.position = prepared, Position()
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every)
         self.stop = StopRequest(quiet=not world.is_main, saves=self.folder is not None)
+        self.pending: Callable[[], dict[str, Any] | None] = lambda: None
+        """Returns what waits for an optimizer step."""
         self.checks: RunChecks  # once the loop has begun
         self.has_begun = self.is_finished = False
         self.epochs: int | None = None
@@ -196,8 +198,8 @@ class Loop:
         self._is_stopping = self.record_steps() or self._is_stopping
         self.confirm()
 
-    def end_epoch(self, *, pending: bool = False) -> None:
-        """Record an epoch and its evaluation, and save (*collective*). `pending`: gradients wait for a step."""
+    def end_epoch(self) -> None:
+        """Record an epoch and its evaluation, and save (*collective*)."""
         position, source = self.position, self.prepared.source
         self.record_steps()
         if not self.is_done or position.within == self.steps:
@@ -214,7 +216,7 @@ class Loop:
         if self._evaluation:
             self.recorder.record("eval", **self._evaluation)
             self._evaluation = {}
-        self.save(pending=pending)
+        self.save()
         if self._is_stopping:
             raise self.stopped()
 
@@ -255,14 +257,14 @@ class Loop:
         if self.exchanges:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
-    def save(self, *, pending: bool = False) -> None:
-        """Compare the replicas, then save a checkpoint (*collective*), with gradients that wait for a step."""
+    def save(self) -> None:
+        """Compare the replicas, then save a checkpoint (*collective*)."""
         if self._listener is None:  # a thread would write, while another variant has its turn
             self.confirm()
             step, score = self.position.step, self._score
             self._score, self._saved_at = None, step
             if self._saver is not None:
-                self._saver.save(lambda: self._captured(score, pending=pending), step=step, score=score)
+                self._saver.save(lambda: self._captured(score), step=step, score=score)
         self.start_clock()
 
     def stopped(self) -> Stopped:
@@ -335,15 +337,17 @@ class Loop:
             self._are_checks_told = True
             self.recorder.record("proof", checks=self.checks.outcomes())
 
-    def _captured(self, score: float | None, *, pending: bool) -> State:
+    def _captured(self, score: float | None) -> State:
         """Return the state for an exact continuation (*collective*)."""
         self.position.partial_s = self.meter.train_s - self._train_s
-        state = self.prepared.state(self.position.step, pending=pending)
+        pending = self.pending()
+        state = self.prepared.state(self.position.step, pending=pending is not None)
         meta = self.position.meta()
         if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}
         meta |= state.meta | {
             "planned_epochs": self.epochs,
+            "pending": pending,
             "ranks": self._world.size,
             "precision": self.prepared.precision.name,
             "scaler": self.prepared.precision.state(),
