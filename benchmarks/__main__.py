@@ -14,6 +14,7 @@ NAMES = (
     "pyramidnet",
     "ddp",
     "collectives",
+    "exchange",
     "memory",
     "strategies",
     "diff",

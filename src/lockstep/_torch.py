@@ -9,6 +9,8 @@ import contextlib
 import functools
 import inspect
 import io
+import multiprocessing.queues
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -160,6 +162,19 @@ def end_workers(iterator: Any) -> None:
     """
     if end := getattr(iterator, "_shutdown_workers", None):
         end()
+
+
+def on_unsent(report: Callable[[BaseException], None]) -> None:
+    """Have this process end, after `report`, where a queue cannot send an object, such as a batch with a lambda.
+
+    Python's queues drop it and go on: whoever waits for it would wait for ever.
+    """
+
+    def end(error: BaseException, item: object) -> None:
+        report(error)
+        os._exit(1)
+
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
 
 
 def set_timeout(limit: timedelta) -> None:

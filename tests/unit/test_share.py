@@ -23,7 +23,7 @@ from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
 from lockstep.data.ranks import signature
 from lockstep.data.share import Micro, SharedLoader, moved
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, RunError
 from lockstep.world.random_state import Generators
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
@@ -322,3 +322,21 @@ def test_a_batch_is_moved_and_cast_whatever_its_shape() -> None:
     assert (type(encoding), encoding["moved"], packed.batch_sizes.is_meta) == (Encoding, "meta", False)
     cast = _shared(TensorDataset(x, y), 2, dtype=torch.float64)
     assert [part.dtype for part in next(cast.micros(0)).batch] == [torch.float64, torch.int64]
+
+
+class Unsendable(data.Dataset[Any]):
+    """Samples that a worker cannot send to its rank."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1), (lambda: index) if index > 1 else index
+
+
+def test_a_batch_that_a_worker_cannot_send_is_an_error_at_once() -> None:
+    shared = _shared(Unsendable(), 2, collate_fn=list, num_workers=1)
+    with contextlib.closing(shared.micros(0)) as micros:
+        next(micros)
+        with pytest.raises(RunError, match=r"could not send its batch to the rank: AttributeError: .*lambda"):
+            next(micros)

@@ -216,7 +216,11 @@ class Feed:
     """
 
     def __init__(self, reader: Any, *, stays: bool, begin: Callable[[int], None] | None = None, **options: Any) -> None:
-        self._reader, self._options = reader, options | {"worker_init_fn": partial(_begin_worker, begin)}
+        context = options.get("multiprocessing_context")
+        context = torch.multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+        self._unsent: Any = context.SimpleQueue() if options["num_workers"] else None
+        self._reader = reader
+        self._options = options | {"worker_init_fn": partial(_begin_worker, begin, self._unsent)}
         self._stays = stays and options["num_workers"] > 0
         self._tasks = None if isinstance(reader, IterableDataset) else _Tasks()
         self._generator = torch.Generator()
@@ -244,6 +248,10 @@ class Feed:
         atexit.register(self.close)
         try:
             yield from answers
+        except RuntimeError as error:
+            if self._unsent is None or self._unsent.empty():
+                raise
+            raise RunError(f"A data worker could not send its batch to the rank: {self._unsent.get()}") from error
         finally:
             if not self._stays:
                 self.close()
@@ -266,8 +274,9 @@ def _unchanged(answer: Any) -> Any:
     return answer
 
 
-def _begin_worker(begin: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a data worker. Its rank answers signals; the worker ends with its rank."""
+def _begin_worker(begin: Callable[[int], None] | None, unsent: Any, worker: int) -> None:
+    """Prepare a data worker. Its rank answers signals; the worker ends with its rank, or with a batch not sent."""
+    _torch.on_unsent(lambda error: unsent.put(one_line(error)))
     # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
     # sends it; the rank needs its workers to finish the step and save.
     for number in SIGNALS:

@@ -116,7 +116,8 @@ class Session:
         is_global, seed = ours.config.batch.draws == "global", ours.config.seed
         self._draws = GlobalDraws(world, seed) if is_global else None
         self._draw_watch = DrawWatch(world) if world.size > 1 and not is_global else None
-        self._is_watching = self._in_loop = False
+        self._is_watching = False
+        self._has_left = False  # whether the loop has left its loader within a global batch
         self._before = {id(module) for module in _modules_so_far()} if prepared is None else set()
         if prepared is None:
             seed_weights(config.seed)
@@ -144,7 +145,7 @@ class Session:
     def _is_whole(self) -> bool:
         """Whether no global batch is half trained: what acts once in a batch then acts."""
         trained = self._trained
-        return trained is None or trained.share.last or not self._in_loop
+        return trained is None or trained.share.last or self._has_left
 
     @property
     def samples(self) -> int:
@@ -273,6 +274,8 @@ class Session:
                 if isinstance(part, torch.amp.GradScaler):
                     attach(part, "step", self._at_last)
         self.loop.begin(epochs)
+        for loader in self._loaders:
+            loader.catch_up(self.loop.position.epochs)
         if self.loop.state is not None:
             self._restore_pending(self.loop.state.meta.get("pending"))
         self._first_step = FirstStep(self.prepared, is_in_epochs=epochs is not None)
@@ -374,7 +377,6 @@ class Session:
         micros = source.micros(epoch, first=first, again=place)
         if counts and loop.has_begun:
             loop.start_clock()
-        self._in_loop = self._in_loop or counts
         steps, index = self.step, first * source.plan.accumulation
         try:
             while True:
@@ -411,9 +413,11 @@ class Session:
                     loop.end_data()
                     self._end_epoch()
                     self._passes.clear()
+        except GeneratorExit:
+            self._has_left = counts and self._trained is not None and self._shares.current is self._trained
+            raise
         finally:
             micros.close()  # with workers that read ahead
-            self._in_loop = self._in_loop and not counts
             if not loop.has_begun:  # a look at the data, whose values are of no step
                 loop.meter.pending.values.clear()
 
@@ -567,6 +571,7 @@ class Session:
 
     def _come_to(self, handed: Handed | None) -> None:
         """Begin the micro-batch of a loss, and end the batch before (*collective*)."""
+        self._has_left = False
         before = self._trained
         if before is handed and (handed is not None or not self._has_stepped):
             return
