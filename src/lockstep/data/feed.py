@@ -248,7 +248,7 @@ class Feed:
         atexit.register(self.close)
         try:
             yield from answers
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # what it had sent is lost with it
             if self._unsent is None or self._unsent.empty():
                 raise
             raise RunError(f"A data worker could not send its batch to the rank: {self._unsent.get()}") from error
