@@ -336,7 +336,6 @@ class Unsendable(data.Dataset[Any]):
 
 def test_a_batch_that_a_worker_cannot_send_is_an_error_at_once() -> None:
     shared = _shared(Unsendable(), 2, collate_fn=list, num_workers=1)
-    with contextlib.closing(shared.micros(0)) as micros:
-        with pytest.raises(RunError, match=r"could not send its batch to the rank: AttributeError: .*lambda"):
-            for _ in range(2):
-                next(micros)
+    words = r"could not send its batch to the rank: AttributeError: .*lambda"
+    with contextlib.closing(shared.micros(0)) as micros, pytest.raises(RunError, match=words):
+        list(micros)
