@@ -58,17 +58,17 @@ class Bucket:
 
 
 def lay_out(parameters: Iterable[tuple[int, nn.Parameter]], bucket_bytes: int) -> list[Bucket]:
-    """Return the buckets of the numbered `parameters`, each of at most `bucket_bytes` or one parameter."""
+    """Return the buckets of the numbered `parameters`, complete at `bucket_bytes`."""
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], list[int]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     buckets: list[Bucket] = []
     for index, parameter in reversed(list(parameters)):
         kind = (parameter.dtype, parameter.device)
-        if kind in open_ and sizes[kind] + parameter.nbytes > bucket_bytes:
-            buckets.append(Bucket(*open_.pop(kind)))
-            sizes[kind] = 0
         members, indices = open_.setdefault(kind, ([], []))
         members.append(parameter)
         indices.append(index)
         sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
+        if sizes[kind] >= bucket_bytes:  # then, and not before: a bias leaves with its weight
+            buckets.append(Bucket(*open_.pop(kind)))
+            sizes[kind] = 0
     return buckets + [Bucket(*rest) for rest in open_.values()]
