@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,8 @@ from ..bring.runner import Runner
 from ..pool import RankPool
 
 CASES = catalogue.cases()
-SEED, QUICK, LONG = 1, 25, 200
-"""Generated programs: of this seed, so many in each tier."""
+SEED, QUICK = 1, 25
+"""Generated programs of this seed; `python -m tests.bring.generate` draws as many as wanted."""
 
 
 @pytest.fixture(scope="module")
@@ -24,41 +23,24 @@ def ranks(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return Runner(pool, tmp_path_factory.mktemp("runs"))
 
 
-def tiered(case: Case, *parameters: object, is_long: bool = False) -> Any:
-    """Return a parameter set; what is not quick runs in the long tier."""
-    marks = [pytest.mark.long] if is_long or not case.quick else []
-    return pytest.param(case, *parameters, marks=marks, id="-".join(map(str, (case, *parameters))))
-
-
 RUNS = [
-    tiered(case, size, accumulate, is_long=size != 2)
-    for case, size, accumulate in product(CASES.values(), (1, 2, 3), (1, 2))
-    if case.allowed(size, accumulate) & ~SKIPPED
+    pytest.param(case, accumulate, id=f"{case}-2-{accumulate}")
+    for case, accumulate in product(CASES.values(), (1, 2))
+    if case.quick and case.allowed(2, accumulate) & ~SKIPPED
 ]
-RESUMED = [tiered(case, is_long=True) for case in CASES.values() if case.resumed & ~SKIPPED]
+"""The quick loops on two ranks. `python -m tests.bring.runner` runs them all, on 1 to 3 ranks, and resumed."""
 
 
-@pytest.mark.parametrize(("case", "size", "accumulate"), RUNS)
-def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Case, size: int, accumulate: int) -> None:
-    result = ranks.observe(case, size, accumulate)
-    assert result.outcome & case.allowed(size, accumulate), result
+@pytest.mark.parametrize(("case", "accumulate"), RUNS)
+def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Case, accumulate: int) -> None:
+    result = ranks.observe(case, 2, accumulate)
+    assert result.outcome & case.allowed(2, accumulate), result
 
 
-@pytest.mark.parametrize("case", RESUMED)
-def test_a_killed_loop_resumes_with_the_same_bits(ranks: Runner, case: Case) -> None:
-    result = ranks.resume_case(case, 2)
-    assert result.outcome & (case.resumed | SKIPPED), result
-
-
-def numbered(count: int, start: int = 0, **marks: Any) -> list[Any]:
-    return [pytest.param(number, id=f"{SEED}:{number}", **marks) for number in range(start, count)]
-
-
-@pytest.mark.parametrize("number", [*numbered(QUICK), *numbered(LONG, QUICK, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", range(QUICK), ids=lambda number: f"{SEED}:{number}")
 def test_a_generated_loop_comes_to_the_same_numbers_on_any_ranks(ranks: Runner, number: int) -> None:
     program = draw(SEED, number)
-    size = generate.resumed_size(number) if number >= QUICK else 0
-    finding = generate.observe(ranks, program, resumed_size=size)
+    finding = generate.observe(ranks, program, resumed_size=0)
     assert finding.outcome & (RIGHT | REFUSED | SKIPPED), (finding, dumps(program))
 
 
