@@ -149,3 +149,24 @@ def streamed(world: World, **options: Any) -> Learned:
             optimizer.zero_grad()
     ours.close()
     return [], weights(model)
+
+
+def drawn(world: World, **options: Any) -> Learned:
+    """Train with dropout, attention's too, with noise at drawn times, and with mixed samples."""
+    ours = session(world, draws="global", **options)
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(23, 4, 8, generator=generator), torch.randn(23, 1, generator=generator))
+    layer, last = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), nn.Linear(8, 1)
+    model = nn.ModuleList([layer, last])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(data, batch_size=7, shuffle=True))
+    for _ in ours.epochs(2):
+        for x, y in loader:
+            part, other = torch.rand(()).item(), torch.randperm(len(x))
+            x, y = part * x + (1 - part) * x[other], part * y + (1 - part) * y[other]
+            x = x + 0.01 * torch.randint(0, 9, (len(x), 1, 1)) * torch.randn_like(x)
+            ours.backward(functional.mse_loss(last(layer(x).mean(1)), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.close()
+    return [], weights(model)

@@ -51,6 +51,12 @@ def test_a_loop_learns_the_same_on_any_number_of_ranks(pool: RankPool, name: str
             assert gap(alone, learned) < LAW, size
 
 
+def test_global_draws_are_those_of_one_device(pool: RankPool) -> None:
+    alone = run(World.alone(), "drawn", {})
+    for size in (2, 3):
+        assert all(gap(alone, learned) < LAW for learned in pool.run(size, run, "drawn", {})), size
+
+
 @pytest.mark.parametrize("name", ["language_model", "streamed"])
 def test_accumulation_is_no_part_of_a_model_without_batch_statistics(name: str) -> None:
     assert gap(run(World.alone(), name, {}), run(World.alone(), name, {"accumulate": 4})) < LAW

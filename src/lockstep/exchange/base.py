@@ -165,7 +165,7 @@ def check_match(rows: Sequence[Sequence[float]], step: int) -> None:
 def _described(row: Sequence[Any]) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
-        return KINDS[kind]
+        return KINDS[kind] + (f" with values or a shape of its own ({part:x})" if part else "")
     epoch, again = divmod(-1 - kind, _PASSES)
     of_pass = f", pass {again + 1} over the data" if again else ""
     loss = f", with loss {part + 1} of it" if part else ""

@@ -354,7 +354,7 @@ class Session:
             self._has_gradients = pending["steps"]
 
     def _warn(self, text: str) -> None:
-        self.loop.recorder.record("warning", text=text[0].upper() + text[1:] + ".")
+        self.loop.recorder.record("warning", text=text[0].upper() + text[1:].rstrip(".") + ".")
 
     def batches(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch. Steps are counted by the batches of the first source."""
