@@ -101,10 +101,10 @@ def stepper(job: Job, batches: Iterator[Batch], *, steps: int) -> Callable[[], f
         for _ in range(steps):
             job.train_step(size, next(batches))
             job.precision.unscale(job.optimizers)
-            job.precision.step(job.optimizers, clip=None)
-            job.precision.update()
             for each in job.optimizers:
+                job.precision.step_one(each, each.step)
                 zero_grad(each)
+            job.precision.update()
         return time.perf_counter() - begin_s
 
     return run

@@ -19,7 +19,7 @@ def steps(job: Job) -> Generator[None, None, None]:
     with Session(job.config, job.world, run, prepared=job) as session:
         task = Classifier(job, session)
         for _ in session.epochs(job.config.epochs):
-            for batch in session.batches(job):
+            for batch in task.batches:
                 train_share(task, session, batch, job.config.optim.clip)
                 if session.is_last:
                     yield

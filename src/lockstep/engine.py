@@ -8,11 +8,12 @@ calls *collective* functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .checkpoint import resume
 from .checkpoint.state import State
@@ -23,15 +24,18 @@ from .runs.run import Opened, opened
 from .sessions.scoring import Classifier
 from .sessions.session import Session
 from .steps.job import assemble
-from .steps.prepared import Source
-from .training.optim import set_lr, zero_grad
+from .training.optim import Average, gradient_norm, set_lr
 from .world.world import World
 
 
 class Task(Protocol):
-    """Training task: data source, learning rate, loss and evaluation."""
+    """Training task: data, learning rate, loss and evaluation."""
 
-    source: Source
+    batches: Iterable[Any]
+    """This rank's shares of an epoch, as `Session.prepare` returns them."""
+    optimizers: list[Optimizer]
+    average: Average | None
+    """The weights' moving average, if any."""
     lr: Callable[[int], float]
     """Learning rate at an optimizer step, counted from 0."""
 
@@ -77,7 +81,7 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
     """Train for the config's epochs (*collective*)."""
     task.begin()
     for epoch in session.epochs(config.epochs):
-        for batch in session.batches(task.source):
+        for batch in task.batches:
             train_share(task, session, batch, config.optim.clip)
         if session.loop.is_done or (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
             task.evaluate()
@@ -85,22 +89,20 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
     """Train on this rank's share of a micro-batch. Steps after a batch's last one; the host waits for nothing."""
-    progress = session.world.progress
-    progress.enter("forward")
-    loss, weight, last = task.loss(batch)
+    session.world.progress.enter("forward")
+    loss, weight, outputs = task.loss(batch)
     if weight is None:
         session.backward(loss / max(1, session.samples))
     else:
         session.backward(loss, weight=weight, reduction="sum")
     if not session.is_last:
         return
-    optimizers, lr = session.prepared.optimizers, task.lr(session.step)
-    set_lr(optimizers, lr)
-    progress.enter("step")
-    measure = session.loop.meter.ends_interval  # a norm costs more than some tiny steps
-    norm = session.precision.step(optimizers, clip=clip, measure=measure)
-    for each in optimizers:
-        zero_grad(each)
-    if (average := session.prepared.average) is not None:
-        average.update()
-    session.stepped(lr, norm, last)
+    set_lr(task.optimizers, task.lr(session.step))
+    # A norm costs more than some tiny steps.
+    norm = gradient_norm(task.optimizers, clip) if clip is not None or session.is_logging else None
+    session.observe(norm, outputs)
+    for optimizer in task.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    if task.average is not None:
+        task.average.update()

@@ -28,7 +28,6 @@ from .record.console import Terminal
 from .runs.run import opened
 from .sessions.session import Session
 from .steps import initial
-from .steps.prepared import Source
 from .training import losses, optim
 from .world.random_state import kept, seed_all
 from .world.world import World
@@ -59,6 +58,8 @@ def train(config: RunConfig, world: World) -> dict[str, float]:
 class Steps:
     """Task of a user's own training step (see `engine.Task`)."""
 
+    average: optim.Average | None = None
+
     def __init__(self, config: RunConfig, session: Session) -> None:
         """Build data and model, and check the step (*collective*)."""
         self.scores: dict[str, float] = {}  # the last ones
@@ -75,14 +76,14 @@ class Steps:
         model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
         initial.freeze(model, config.model.freeze)
         loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))
-        self._model, batches = session.prepare(model, loader)
-        self.source: Source = batches.shared
+        self._model, self.batches = session.prepare(model, loader)
         taken = initial.load(config.model, self._model, session.world) if session.loop.state is None else None
         self._lines = [*(taken.lines() if taken else []), *initial.reached(self._model, config)]
-        session.prepared.optimizers += optim.build(self._model, config.optim)
+        self.optimizers = optim.build(self._model, config.optim)
+        session.prepare(*self.optimizers)
         how = (session.device, session.precision.cast, False)
         self._probe([moved(collate(part), *how) for part in (first, first[:1], first[1:]) if part])
-        steps = self.source.steps()
+        steps = self.batches.shared.steps()
         if steps is None and (config.optim.schedule != "constant" or config.optim.warmup):
             raise RequestError(
                 "The training data are a stream whose length nobody tells, and schedules count epochs; take --schedule "

@@ -129,7 +129,9 @@ def test_a_first_step_whose_fp16_gradients_overflow_changes_nothing(cuda: World,
     def step(factor: float) -> None:
         precision.backward((model.weight * factor).sum())
         precision.unscale(optimizers)
-        precision.step(optimizers, clip=1.0)
+        optim.gradient_norm(optimizers, clip=1.0)
+        for each in optimizers:
+            precision.step_one(each, each.step)
         precision.update()
         for each in optimizers:
             optim.zero_grad(each)

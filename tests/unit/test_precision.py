@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,15 @@ def test_the_norm_is_the_whole_models_unscaled(name: str) -> None:
     # Gradients of 3 in four places and 8 in one: a norm of 10.
     precision.backward(3 * weight.sum() + 8 * other.sum())
     precision.unscale(optimizers)
-    norm = precision.step(optimizers, clip=5.0)
-    assert norm is not None
+    norm = optim.gradient_norm(optimizers, clip=5.0)
+    _step(precision, optimizers)
     assert norm.item() == pytest.approx(10.0, rel=1e-6)
     assert (1 - weight).tolist() == pytest.approx([1.5] * 4, rel=1e-5)
+
+
+def _step(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for each in optimizers:
+        precision.step_one(each, each.step)
 
 
 class _Training:
@@ -110,7 +116,8 @@ class _Training:
         self.precision.backward(torch.stack([(item * each).sum() for item, each in pairs]).sum())
         with NoReading():
             self.precision.unscale(self.optimizers)
-            self.precision.step(self.optimizers, clip=1e9)
+            optim.gradient_norm(self.optimizers, clip=1e9)
+            _step(self.precision, self.optimizers)
             self.precision.update()
         for each in self.optimizers:
             optim.zero_grad(each)

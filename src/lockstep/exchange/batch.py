@@ -37,6 +37,11 @@ class GlobalBatch:
         """The number of the next backward pass of this micro-batch."""
         return self._number
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a loss since the last optimizer step."""
+        return self._loss is not None or bool(self._losses)
+
     def begin_micro_batch(self) -> None:
         """Number the backward passes of another micro-batch from 0."""
         self._number = 0

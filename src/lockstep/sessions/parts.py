@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .. import _torch
-from ..data.share import SharedLoader
+from ..steps.prepared import Source
 from ..training.optim import zero_grad
 from ..training.precision import Precision, cast
 from ..world.world import World
@@ -99,8 +99,8 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 class Loader:
     """Prepared DataLoader over this rank's shares. Other attributes are those of the user's DataLoader."""
 
-    def __init__(self, shared: SharedLoader, batches: Callable[[SharedLoader], Iterator[Any]]) -> None:
-        self.loader: DataLoader[Any] = shared.loader
+    def __init__(self, shared: Source, batches: Callable[[Source], Iterator[Any]]) -> None:
+        self.loader: DataLoader[Any] | None = getattr(shared, "loader", None)
         self.shared, self._batches = shared, batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,6 +117,11 @@ class Loader:
         if name in ("loader", "shared"):  # of a copy that is not whole yet
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def raw(loader: Any) -> Any:
+    """Return the user's DataLoader of a prepared one, or the given one."""
+    return loader.loader if isinstance(loader, Loader) else loader
 
 
 def _as_float32(value: Any) -> Any:

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from ..runs.folders import unwritable
 from ..steps import report
 from ..steps.evaluation import evaluate
 from ..steps.job import Job, assemble
-from ..steps.prepared import Source
 from ..training import losses
 from ..world.world import World
 from .session import Session
@@ -43,8 +43,8 @@ class Classifier:
     """Classification task of a job (see `engine.Task`). Its loss takes scores and labels; top-1 and top-5 are exact."""
 
     def __init__(self, job: Job, session: Session) -> None:
-        self.source: Source = job
-        self.lr = job.lr
+        self.batches: Iterable[Any] = session.prepare(job)
+        self.optimizers, self.average, self.lr = job.optimizers, job.average, job.lr
         self.result: RunResult | None = None  # once the run has ended
         self._job, self._loop = job, session.loop
 

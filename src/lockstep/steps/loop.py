@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ from .run_checks import RunChecks
 from .saving import Saver
 
 
+class Stage(Enum):
+    """Where a run is."""
+
+    PREPARING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
 class Loop:
     """Position and records of one run."""
 
@@ -46,8 +55,9 @@ class Loop:
         self.pending: Callable[[], dict[str, Any] | None] = lambda: None
         """Returns what waits for an optimizer step."""
         self.checks: RunChecks  # once the loop has begun
-        self.has_begun = self.is_finished = False
+        self.stage = Stage.PREPARING
         self.epochs: int | None = None
+        """The number that the loop goes over; None for a loop that does not go over `session.epochs`."""
         self.steps: int | None = None  # of an epoch, where it is known
         self.total_steps = 0  # 0 where it is not known
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
@@ -63,6 +73,25 @@ class Loop:
         self._evaluation: dict[str, Any] = {}
         self._batches = 0  # of the epoch's first pass, that the loop has got
         self._resumed: tuple[int, int, list[int]] | None = None  # passes, batches and trained passes of the epoch
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loop has begun; it may have ended."""
+        return self.stage is not Stage.PREPARING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the loop has begun and has not ended."""
+        return self.stage is Stage.RUNNING
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the loop has ended."""
+        return self.stage is Stage.FINISHED
+
+    def warn(self, text: str) -> None:
+        """Record a warning, a sentence or a clause."""
+        self.recorder.record("warning", text=text[0].upper() + text[1:].rstrip(".") + ".")
 
     def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
         """Restore the state, if any, and record the start (*collective*).
@@ -82,7 +111,7 @@ class Loop:
         world.progress.step = self.position.step
         world.together(lambda: self._tell_start(facts or {}))
         self.checks = RunChecks(self.prepared, self._remedy, self.position)
-        self.has_begun = True
+        self.stage = Stage.RUNNING
         self.start_clock()
 
     def _tell_start(self, facts: dict[str, Any]) -> None:
@@ -295,9 +324,9 @@ class Loop:
 
     def finish(self) -> None:
         """End a loop that has begun, once (*collective*). Waits for the last checkpoint and records the result."""
-        if not self.has_begun or self.is_finished:
+        if not self.is_running:
             return
-        self.is_finished = True
+        self.stage = Stage.FINISHED
         self.record_steps()
         position = self.position
         if self._saved_at != position.step:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ _CONTAINERS: dict[str, Any] = {
 _SUBCLASSES = ("dict", "list", "tuple")  # of which subclasses, such as defaultdict, come back plain
 
 
+@runtime_checkable
 class Source(Protocol):
     """Data source whose batches count steps. None stands for a stream's unknown numbers."""
 

@@ -17,11 +17,13 @@ class DrawWatch:
     """Watches the draws of user code from `begin` to `end`; costs nothing afterwards."""
 
     def __init__(self, world: World) -> None:
+        self.is_watching = False
         self._world = world
         self._mode = _Watcher()
 
     def begin(self) -> None:
         """Begin to watch."""
+        self.is_watching = True
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> str:

@@ -98,6 +98,14 @@ def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
             group["lr"] = lr * group[_SCALE]
 
 
+def gradient_norm(optimizers: Iterable[Optimizer], clip: float | None) -> Tensor:
+    """Return the norm (0-dim) of the gradients, of a length of at most `clip` afterwards."""
+    parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    if clip is not None:
+        return nn.utils.clip_grad_norm_(parameters, clip)
+    return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+
+
 def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
     """Zero gradients without torch's profiler range. The range costs more than the work."""
     if not set_to_none:

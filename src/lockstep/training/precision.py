@@ -6,17 +6,16 @@ and fp16 by autocast; under fp16 gradients are scaled, and unscaled before clipp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import _torch, hardware
+from .. import hardware
 from ..config.schema import PrecisionConfig
 from ..errors import RequestError
 
@@ -144,19 +143,6 @@ class Precision:
             self.scaler.update()
         self._unscaled.clear()
         self._stepped.clear()
-
-    def step(self, optimizers: Sequence[Optimizer], *, clip: float | None, measure: bool = False) -> Tensor | None:
-        """Clip and apply unscaled gradients. Returns the norm before, with `clip` or `measure`; else None."""
-        norm = None
-        if clip is not None or measure:
-            parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
-            if clip is not None:
-                norm = nn.utils.clip_grad_norm_(parameters, clip)
-            else:
-                norm = nn.utils.get_total_norm([item.grad for item in parameters if item.grad is not None])
-        for each in optimizers:
-            self.step_one(each, partial(_torch.step, each))
-        return norm
 
     def state(self) -> dict[str, Any]:
         """Return the scaler's state for a checkpoint."""

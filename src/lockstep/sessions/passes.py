@@ -1,0 +1,227 @@
+"""Passes of a loop over its loaders: this rank's shares, handed out one by one, for training and for evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from ..checkpoint.resume import accumulation
+from ..checks.samples import SampleCounts
+from ..data.share import Micro, SharedLoader
+from ..errors import ProofError, RequestError
+from ..exchange import base
+from ..exchange.base import Header
+from ..models.modes import evaluating
+from ..nn.sync_batchnorm import SyncBatchNorm
+from ..steps.loop import Loop
+from ..steps.prepared import Source
+from .randomness import Draws
+from .shares import Handed, Shares, samples_in
+from .stepper import Stepper
+
+_EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
+
+
+class Passes:
+    """The loaders of a session, and the loop's place in them. Every rank makes the same calls."""
+
+    def __init__(self, loop: Loop, stepper: Stepper, draws: Draws) -> None:
+        self.shares = Shares()
+        self.loaders: list[SharedLoader] = []
+        self.number = 0
+        """Passes over any loader that have begun."""
+        self.evaluated_share: Micro | None = None
+        """The share under way of an evaluation."""
+        self._loop, self._prepared, self._world = loop, loop.prepared, loop.prepared.world
+        self._stepper, self._draws = stepper, draws
+        self._places: dict[int, int] = {}  # by source: its passes over this epoch, less one
+        self._kept: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
+        self._evaluations = 0
+        self._thread = threading.get_ident()
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the share under way; 0 for an empty one, and outside of a loader's loop."""
+        if self.evaluated_share is not None:
+            return self.evaluated_share.size
+        current = self.shares.current
+        return 0 if current is None else current.share.size
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a share is under way, of training or of an evaluation."""
+        return self.evaluated_share is not None or self.shares.current is not None
+
+    def shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
+        """Return the loader's shares (*collective*)."""
+        config = self._loop.config
+        kept = accumulation(self._loop.state, config)
+        return SharedLoader(
+            *(loader, self._world),
+            seed=config.seed,
+            accumulate=kept or config.batch.accumulate,
+            micro_batch=None if kept else config.batch.micro_batch,
+            dtype=self._prepared.precision.cast,
+            evaluates=evaluates,
+        )
+
+    def over(self, source: Source) -> Generator[Any, None, None]:
+        """Yield this rank's shares of an epoch. Steps are counted by the batches of the first source."""
+        if threading.get_ident() != self._thread:
+            raise RequestError(
+                "A prepared loader was read in another thread than the one that trains, which counts steps by it: read "
+                "it in the loop; num_workers= reads ahead."
+            )
+        loop, progress, stepper = self._loop, self._world.progress, self._stepper
+        counts = source is self._prepared.source and not loop.is_finished
+        stepper.settle()
+        place = self._places[id(source)] = self._places.get(id(source), -1) + 1
+        number, self.number = self.number, self.number + 1
+        # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
+        first = loop.begin_pass(place) if counts and loop.has_begun else 0 if place else loop.resumed_at
+        if first is None:  # a resumed run has trained on this pass
+            return
+        may_drop = isinstance(source, SharedLoader) and source.loader.collate_fn is not default_collate
+        epoch = loop.position.epochs
+        micros = source.micros(epoch, first=first, again=place)
+        if counts and loop.has_begun:
+            loop.start_clock()
+        steps, index = loop.position.step + stepper.has_stepped, first * source.plan.accumulation
+        try:
+            while True:
+                stepper.settle()
+                if counts and loop.is_done and not loop.is_finished:  # --max-steps
+                    break
+                self._draws.end()
+                progress.enter("data")
+                begun_s = time.perf_counter()
+                micro = next(micros, None)
+                loop.meter.pending.wait_s += time.perf_counter() - begun_s
+                progress.enter("")  # what follows is the caller's own code
+                if micro is None:
+                    break
+                samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
+                handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
+                handed.epoch, handed.place, handed.indices = epoch, place, micro.indices
+                index += 1
+                if counts or self.shares.current is None or not self.shares.current.counts:
+                    self.shares.hand_out(handed, micro.batch)
+                    self._stand_in()
+                    self._draws.begin(handed, watches=counts and loop.has_begun)
+                if counts and not place and loop.is_running:
+                    loop.note_samples(handed.indices, last=handed.share.last)
+                box = [micro.batch]
+                del micro  # nothing here keeps a batch alive
+                yield box.pop()
+            self.shares.leave()
+            self._stand_in()
+            self._draws.end()
+            if counts and loop.is_running:
+                self.compare()
+                if loop.epochs is None and loop.position.step + stepper.has_stepped > steps:
+                    loop.end_data()
+                    self.end_epoch()
+        except GeneratorExit:
+            stepper.is_left = counts and stepper.share is not None and self.shares.current is stepper.share
+            raise
+        finally:
+            micros.close()  # with workers that read ahead
+            if not loop.has_begun:  # a look at the data, whose values are of no step
+                loop.meter.pending.values.clear()
+
+    def begin_epoch(self) -> None:
+        """Count the passes over each loader from 0."""
+        self._places.clear()
+
+    def end_epoch(self) -> None:
+        """End an epoch (*collective*)."""
+        self._draws.end()
+        self.shares.leave()
+        self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
+        self._loop.end_epoch()
+        self.begin_epoch()
+
+    def see(self, values: Any) -> None:
+        """Note what a model's forward is called with: a batch that the loop comes to."""
+        if self.evaluated_share is None:
+            before = self.shares.current
+            self.shares.see(values)
+            if self.shares.current is not before:
+                self.come_to()
+
+    def mark(self, output: Any) -> None:
+        """Note a model's output: a loss of it belongs to the share under way."""
+        if self.evaluated_share is None and torch.is_grad_enabled():
+            self.shares.mark(output)
+
+    def come_to(self) -> None:
+        """Go on with the share under way."""
+        self._stand_in()
+        self._draws.come_to(self.shares.current)
+
+    def _stand_in(self) -> None:
+        current = self.shares.current
+        stands_in = current is not None and current.share.size == 0 and self._prepared.batchnorm == "sync"
+        if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
+            SyncBatchNorm.stand_in = stands_in
+
+    def evaluation(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield evaluation shares (*collective*). See `Session.evaluating`."""
+        world, loop, exchange = self._world, self._loop, self._prepared.exchange
+        if loader not in self._kept:
+            while len(self._kept) >= _EVALUATED:
+                self._kept.pop(next(iter(self._kept))).close()
+            self._kept[loader] = self.shared(loader, evaluates=True)
+        shared, evaluated = self._kept[loader], 0
+        self._stepper.settle()
+        self._draws.end()
+        exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
+        before = self.evaluated_share
+        check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
+        counts = None if check is None else SampleCounts(shared.index_bound)
+        if loop.has_begun:
+            loop.record_steps()
+            loop.confirm()
+        with contextlib.ExitStack() as modes, world.progress.during("eval"):
+            for model in self._prepared.models.values():
+                modes.enter_context(evaluating(model))
+                if self._prepared.batchnorm == "local":
+                    world.broadcast(list(model.buffers()))
+            modes.enter_context(torch.no_grad())
+            try:
+                for micro in shared.shares():
+                    self.evaluated_share = micro
+                    world.progress.enter("eval")
+                    evaluated += micro.size
+                    if counts is not None:
+                        counts.add(micro.indices)
+                    yield micro.batch
+            finally:
+                self.evaluated_share = before
+        exchange.meet(Header(base.END_EVALUATION, self._evaluations))
+        self._evaluations += 1
+        self.compare()
+        found = int(world.sum(torch.tensor(evaluated, device=world.device)))
+        if shared.samples not in (None, found) and world.progress.listener is None:
+            raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
+        if check is not None and counts is not None:
+            check.end_evaluation(counts, shared.samples or 0, loop.position.step)
+        if loop.has_begun:
+            loop.start_clock()
+
+    def compare(self) -> None:
+        """Compare the ranks' samples of each loader (*collective*)."""
+        for loader in (*self.loaders, *self._kept.values()):
+            if not loader.is_compared and (doubt := loader.compare()):
+                self._loop.warn(doubt)
+
+    def close(self) -> None:
+        """End all workers."""
+        for loader in (*self.loaders, *self._kept.values()):
+            loader.close()

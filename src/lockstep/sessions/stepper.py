@@ -1,0 +1,217 @@
+"""From a batch's losses to the optimizer step that is counted.
+
+A global batch is under way from its first micro-batch's backward pass until the loop goes on to another batch. What a
+plain loop does in between (several losses, several optimizers, a step every few batches, or two on one batch) is
+counted as that loop means it: a step has the samples and the loss of all batches since the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import RequestError
+from ..exchange import base
+from ..exchange.base import Header
+from ..exchange.batch import GlobalBatch
+from ..steps.loop import Loop
+from .shares import Handed
+
+
+class Stepper:
+    """Gradients of the global batch under way, and the optimizer steps on them. Every rank makes the same calls."""
+
+    def __init__(self, loop: Loop, *, stepped: Callable[[], None]) -> None:
+        """`stepped` is called after each step that is counted, before it is recorded (*collective*)."""
+        self.share: Handed | None = None
+        """The share of the last backward pass, until its batch is settled."""
+        self.is_left = False
+        """Whether the loop has left its loader within a global batch."""
+        self.outside = 0
+        """Backward passes outside of a loader's loop."""
+        self.norm: Tensor | None = None
+        """The gradients' norm before the step, where the loop tells it."""
+        self._loop, self._prepared, self._precision = loop, loop.prepared, loop.prepared.precision
+        self._batch = GlobalBatch(self._prepared.exchange)
+        self._after_step = stepped
+        self._stepped_by: set[Optimizer] = set()  # since the last step that was counted
+        self._stepping: Optimizer | None = None  # which may step the one that it keeps, or be stepped by a scaler
+        self._lr = 0.0
+        self._parts_at_step = 0  # backward passes before the last optimizer step
+        self._keeps_gradients = False  # of batches that were stepped on: checkpoints have to hold them
+        self._has_warned = False
+        has_scaler = self._precision.scaler is not None
+        self._unscale = (lambda: self._precision.unscale(self._prepared.optimizers)) if has_scaler else None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped, and the step is not counted yet."""
+        return bool(self._stepped_by)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a loss waits for an optimizer step."""
+        return self._batch.has_loss
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no global batch is half trained: what acts once in a batch then acts."""
+        return self.share is None or self.share.share.last or self.is_left
+
+    def come_to(self, handed: Handed | None) -> None:
+        """Begin the micro-batch of a loss, and settle the batch before (*collective*)."""
+        self.is_left = False
+        before = self.share
+        if before is handed and (handed is not None or not self.has_stepped):
+            return
+        if handed is not None and handed.share.micro and (before is None or before.index + 1 != handed.index):
+            raise RequestError(
+                f"session.backward was given the loss of micro-batch {handed.share.micro + 1} of a global batch, and "
+                "not of the one before it: under accumulate=, train each global batch's micro-batches in the loader's "
+                "order, or skip a whole batch."
+            )
+        if before is None or handed is None or before.batch != handed.batch:
+            self.settle()
+            if self.share is not None:  # left before its last micro-batch
+                if not self._has_warned:
+                    self._has_warned = True
+                    self._loop.warn("a global batch was left before its last micro-batch: its gradients are dropped")
+                self._batch.drop()
+                self.share = None
+        self._batch.begin_micro_batch()
+
+    def backward(
+        self, loss: Tensor, handed: Handed | None, weight: float | Tensor | None, reduction: str, *, retain_graph: bool
+    ) -> None:
+        """Add the gradients of this rank's loss (0-dim) to the batch's (*collective*). See `Session.backward`."""
+        factor, expected = self._factor(handed, weight, reduction)
+        weight = _weighed(handed, weight)
+        if weight is not None and reduction == "mean":
+            factor = weight
+        elif weight is not None:
+            factor = float(isinstance(weight, Tensor) or weight != 0)
+        if handed is None:
+            header = Header(base.BACKWARD, self.outside)
+            self.outside += 1
+        else:
+            header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
+        if not self.has_gradients and self._batch.adds_to_existing():
+            self._keeps_gradients = True
+        self.share = handed
+        self._batch.backward(
+            loss,
+            factor,
+            weight,
+            expected,
+            header,
+            lambda factor: self._precision.backward(loss, factor, retain_graph=retain_graph),
+            last=handed is None or handed.share.last,
+            exchanges=self._loop.exchanges,
+            unscale=self._unscale,
+        )
+
+    def _factor(
+        self, handed: Handed | None, weight: float | Tensor | None, reduction: str
+    ) -> tuple[float | Tensor, tuple[float, float] | None]:
+        """Return a loss's factor, and, where samples may have been dropped, (those left, those expected)."""
+        ranks = self._prepared.world.size
+        if weight is not None:
+            return 1.0, None
+        if handed is None:
+            return 1 / ranks if reduction == "mean" else 1.0, None
+        share = handed.share
+        if reduction == "sum":
+            return float(share.size > 0), None
+        if share.size == share.total and ranks == 1:
+            return 1.0, None
+        if handed.samples is None:
+            raise RequestError(
+                f"The DataLoader's collate function made a batch of {share.size} samples none of whose parts has "
+                f"{share.size}: its shares cannot be weighed. Say what the loss is a mean over, as in "
+                "session.backward(loss, weight=…)."
+            )
+        expected = (float(handed.samples), float(share.total)) if handed.may_drop else None
+        return handed.samples / share.total, expected
+
+    def step(self, optimizer: Optimizer, step: Callable[[], Any], closure: Any) -> Any:
+        """Step the optimizer at the end of a global batch, in place of its own `step`."""
+        if self._stepping is not None:
+            return step()
+        if closure is not None:
+            raise RequestError("optimizer.step(closure) computes gradients that no rank could sum; give it none.")
+        if not self.is_whole:
+            return None
+        if not self.has_gradients and not self._stepped_by:
+            raise RequestError(
+                "optimizer.step() without session.backward(loss) before it: gradients of loss.backward() are not "
+                "weighed, nor summed over the ranks; call session.backward(loss) in its place."
+            )
+        if optimizer in self._stepped_by:  # a loop may step twice on one batch
+            self._end(self.share, parts=self._parts_at_step)
+        progress = self._prepared.world.progress
+        progress.enter("step")
+        self._stepping = optimizer
+        try:
+            found = self._precision.step_one(optimizer, step)
+        finally:
+            self._stepping = None
+        self._stepped_by.add(optimizer)
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        self._parts_at_step = self._batch.number
+        progress.enter("")
+        if self._prepared.source is None and optimizer is self._prepared.optimizers[-1]:
+            self.settle()
+        return found
+
+    def settle(self) -> None:
+        """End the global batch that was trained on last, if it is complete, and count its step (*collective*)."""
+        handed = self.share
+        if not (self.has_stepped if handed is None else handed.share.last):
+            return
+        self.share = None
+        self._end(handed)
+
+    def _end(self, handed: Handed | None, parts: int | None = None) -> None:
+        """End the batch, or its first `parts` backward passes; count the step on it, if any (*collective*)."""
+        loop = self._loop
+        if handed is not None and handed.counts and loop.is_running:
+            loop.count_batch(handed.place, handed.share.step)
+        self._batch.end(0 if handed is None else handed.share.total, parts)
+        if self._stepped_by:  # a loop may step once in several batches: the step has their sum
+            self._stepped_by.clear()
+            self._precision.update()
+            norm, self.norm = self.norm, None
+            loop.count_step(*self._batch.taken(), self._lr, norm)
+            self._after_step()
+            loop.end_step()
+        elif self.has_gradients and not self._prepared.optimizers:
+            raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
+
+    def pending(self) -> dict[str, Any] | None:
+        """Return what waits for an optimizer step, for a checkpoint (*collective*); None if nothing does."""
+        if not (self.has_gradients or self._keeps_gradients):
+            return None
+        loss, samples = self._batch.waiting()
+        return {"samples": samples, "losses": self._prepared.world.gather(loss), "steps": self.has_gradients}
+
+    def restore(self, pending: dict[str, Any] | None) -> None:
+        """Go on from what `pending` returned."""
+        if pending is None:
+            return
+        world = self._prepared.world
+        self._keeps_gradients = True
+        if pending["steps"]:
+            losses = pending["losses"]
+            own = losses[world.rank] if len(losses) == world.size else sum(losses) / world.size
+            self._batch.wait(own, pending["samples"])
+
+
+def _weighed(handed: Handed | None, weight: float | Tensor | None) -> float | Tensor | None:
+    if weight is None:
+        return None
+    if handed is not None and not handed.share.size:
+        return 0.0
+    return weight.item() if isinstance(weight, Tensor) and not weight.is_cuda else weight
