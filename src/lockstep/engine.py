@@ -42,8 +42,8 @@ class Task(Protocol):
     def begin(self) -> None:
         """Begin the session's run, and prepare the first step (*collective*)."""
 
-    def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Return the summed loss, its weight, and (logits, labels) or None. Weight None: samples."""
+    def backward(self, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Compute the loss of this rank's share, and its gradients; return (logits, labels) or None (*collective*)."""
 
     def evaluate(self) -> None:
         """Score the weights, and record the score (*collective*)."""
@@ -90,11 +90,7 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
     """Train on this rank's share of a micro-batch. Steps after a batch's last one; the host waits for nothing."""
     session.world.progress.enter("forward")
-    loss, weight, outputs = task.loss(batch)
-    if weight is None:
-        session.backward(loss / max(1, session.samples))
-    else:
-        session.backward(loss, weight=weight, reduction="sum")
+    outputs = task.backward(batch)
     if not session.is_last:
         return
     set_lr(task.optimizers, task.lr(session.step))

@@ -98,9 +98,13 @@ class Steps:
         """Begin the session's run (*collective*)."""
         self._session.loop.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
 
-    def loss(self, batch: Any) -> tuple[Tensor, float | Tensor | None, None]:
-        """Return the step's loss, its weight if given, and None."""
-        return *self._asked(self._step(self._model, batch)), None
+    def backward(self, batch: Any) -> None:
+        """Compute the step's loss and its gradients (*collective*)."""
+        loss, weight = self._asked(self._step(self._model, batch))
+        if weight is None:
+            self._session.backward(loss / max(1, self._session.samples))
+        else:
+            self._session.backward(loss, weight=weight, reduction="sum")
 
     def evaluate(self) -> None:
         """Score the weights by metric or loss; record the score (*collective*)."""

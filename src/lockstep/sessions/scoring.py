@@ -46,7 +46,8 @@ class Classifier:
         self.batches: Iterable[Any] = session.prepare(job)
         self.optimizers, self.average, self.lr = job.optimizers, job.average, job.lr
         self.result: RunResult | None = None  # once the run has ended
-        self._job, self._loop = job, session.loop
+        self._job, self._session, self._loop = job, session, session.loop
+        self._has_mean = ":" not in job.config.optim.loss  # a user's loss is asked for sums alone
 
     def begin(self) -> None:
         """Begin the run, check the user's loss (*collective*)."""
@@ -55,11 +56,16 @@ class Classifier:
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
-        """Return the summed loss, None, and (logits, labels). x is (n, …), y (n,)."""
+    def backward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute the mean loss and its gradients; return (logits, labels) (*collective*). x is (n, …), y (n,)."""
         x, y = batch
-        loss, logits = self._job.loss(x, y)
-        return loss, None, (logits.detach(), y)
+        if self._has_mean:
+            loss, logits = self._job.loss(x, y, reduction="mean")
+        else:
+            total, logits = self._job.loss(x, y)
+            loss = total / len(y)
+        self._session.backward(loss, batch=x)
+        return logits.detach(), y
 
     def _first(self) -> Micro:
         with contextlib.closing(self._job.micros(0)) as micros:

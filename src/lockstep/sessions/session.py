@@ -90,8 +90,6 @@ class Session:
         if prepared is None:
             seed_weights(config.seed)
         else:
-            for model in prepared.models.values():
-                self._watch(model)
             for optimizer in prepared.optimizers:
                 parts.step_by(optimizer, self._stepper.step)
 

@@ -90,11 +90,11 @@ class Job(Prepared):
         """An exclusive upper bound of the sample indices."""
         return self.samples
 
-    def loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, and the logits. x is (n, …), y (n,)."""
+    def loss(self, x: Tensor, y: Tensor, *, reduction: str = "sum") -> tuple[Tensor, Tensor]:
+        """Return the loss, and the logits. x is (n, …), y (n,)."""
         with self.precision.autocast():
             logits = self.replica(x)
-            return self.loss_fn(logits, y, reduction="sum"), logits
+            return self.loss_fn(logits, y, reduction=reduction), logits
 
     def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Compute the gradients of a batch of `count` samples. `shares`: (x, y) of each micro-batch, none empty."""
