@@ -74,9 +74,9 @@ gradients are exchanged at every micro-batch: exchange/allreduce.py
 - if not one.last:
 + if False:
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-2-1-fake]
-gradients are summed and not averaged: sessions/session.py
-- return handed.samples / share.total, share_of_batch
-+ return self.world.size * handed.samples / share.total, share_of_batch
+gradients are summed and not averaged: sessions/stepper.py
+- return handed.samples / share.total, expected
++ return self._prepared.world.size * handed.samples / share.total, expected
 each rank clips its own gradient: exchange/allreduce.py
 - flags.fill_(1)
 + flags.fill_(0)
@@ -86,19 +86,19 @@ the loss that is told is rank 0's: steps/meter.py
 - for column in zip(*by_rank, strict=True)]
 + for column in zip(by_rank[0], strict=True)]
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-3-1-fake]
-a share is weighed by its own size: sessions/session.py
-- return handed.samples / share.total, share_of_batch
-+ return 1 / self.world.size, share_of_batch
+a share is weighed by its own size: sessions/stepper.py
+- return handed.samples / share.total, expected
++ return 1 / self._prepared.world.size, expected
 = ranks/test_laws.py::test_several_ranks_equal_one_process[3-values7-options7]
-a sample that stands in is trained on: sessions/session.py
+a sample that stands in is trained on: sessions/passes.py
 - samples if micro.size else 0, may_drop)
 + max(1, samples or 0), may_drop)
 the loss of a sample that stands in is told: exchange/batch.py
 - return loss * factor if factor else torch.zeros_like(loss)
 + return loss * factor if factor else loss
 = ranks/test_laws.py::test_several_ranks_equal_one_process[3-values6-options6]
-batch statistics are those of samples that stand in, too: sessions/session.py
-- stands_in = current is not None and current.share.size == 0 and self.prepared.batchnorm == "sync"
+batch statistics are those of samples that stand in, too: sessions/passes.py
+- stands_in = current is not None and current.share.size == 0 and self._prepared.batchnorm == "sync"
 + stands_in = False
 = unit/test_engine.py::test_one_process_trains_as_a_loop_by_hand_does
 the last batch of an epoch is weighed as a whole one: batching.py
@@ -108,7 +108,7 @@ the last batch of an epoch is dropped by default: config/schema.py
 - drop_last: bool = False
 + drop_last: bool = True
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-2-3-fake]
-gradients are exchanged a micro-batch too early: sessions/session.py
+gradients are exchanged a micro-batch too early: sessions/stepper.py
 - last=handed is None or handed.share.last,
 + last=handed is None or handed.share.micro > 0,
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[single-1-7-fake]
@@ -121,9 +121,9 @@ the average moves at every micro-batch: engine.py
 +         session.prepared.average.update()
 +     if not session.is_last:
 = unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled
-only the first optimizer's gradients are clipped: training/precision.py
-- parameters = [item for each in optimizers for group in each.param_groups for item in group["params"]]
-+ parameters = [item for group in optimizers[0].param_groups for item in group["params"]]
+only the first optimizer's gradients are clipped: training/optim.py
+- parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
++ parameters = [each for group in [*optimizers][0].param_groups for each in group["params"]]
 scaled gradients are clipped: training/precision.py
 - self.scaler.unscale_(optimizer)
 + pass
@@ -223,7 +223,7 @@ what ranks come to is not compared: exchange/allreduce.py
 -         check_match(kinds.tolist(),
 +         len(kinds) or check_match(kinds.tolist(),
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[skip_apart-rank-2-1]
-a micro-batch has no number: sessions/session.py
+a micro-batch has no number: sessions/stepper.py
 - header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
 + header = Header(base.pass_kind(handed.epoch, handed.place), 0)
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[accumulate_by_hand-2-2-1]
@@ -254,9 +254,9 @@ a batch that is read ahead takes the place of the one that is trained on: sessio
 - self.current, self._is_sure = handed, True
 + pass
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[unreadable_samples-dropped-2-1]
-samples that a collate function drops are weighed: sessions/session.py
-- return handed.samples / share.total, share_of_batch
-+ return share.size / share.total, share_of_batch
+samples that a collate function drops are weighed: sessions/stepper.py
+- return handed.samples / share.total, expected
++ return share.size / share.total, expected
 a batch that a collate function makes smaller is divided by its samples of before: exchange/batch.py
 - return None if not total.is_cuda and total.item() == expected else total / expected
 + return None
@@ -585,9 +585,9 @@ each step waits for the loss: steps/loop.py
 +         self.meter.add(step,
 # a loop of one's own
 = ranks/test_session.py::test_a_loop_learns_the_same_on_any_number_of_ranks[classifier-1]
-a session takes a mean of the ranks' means: sessions/session.py
-- return handed.samples / share.total, share_of_batch
-+ return float(share.size > 0) / self.world.size, share_of_batch
+a session takes a mean of the ranks' means: sessions/stepper.py
+- return handed.samples / share.total, expected
++ return float(share.size > 0) / self._prepared.world.size, expected
 = ranks/test_session.py::test_a_loop_learns_the_same_on_any_number_of_ranks[language_model-1]
 a session divides by its own tokens: exchange/batch.py
 - total = weights.sum()
@@ -597,7 +597,7 @@ a session that is continued begins its epoch anew: steps/loop.py
 - return within
 + return 0
 = ranks/test_session.py::test_ranks_whose_data_differ_are_refused_in_their_first_step_and_evaluation
-ranks with other data train on: sessions/session.py
+ranks with other data train on: sessions/passes.py
 - not loader.is_compared and (doubt
 + loader.is_compared and (doubt
 = unit/test_compare.py::test_what_lies_between_epochs_is_no_part_of_a_step
@@ -625,11 +625,11 @@ a forecast sees no BatchNorm: compare/clock.py
 - if isinstance(module, SyncBatchNorm):
 + if False:
 = unit/test_session.py::test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood
-a batch without a step is not counted: sessions/session.py
+a batch without a step is not counted: sessions/stepper.py
 - loop.count_batch(handed.place, handed.share.step)
 + loop.count_batch(handed.place, loop.position.step)
 = unit/test_session.py::test_gradients_of_a_batch_that_is_left_are_none_of_the_next_one
-gradients of a batch that was left stay: sessions/session.py
+gradients of a batch that was left stay: sessions/stepper.py
 - self._batch.drop()
 + pass
 = unit/test_session.py::test_what_weighs_nothing_leaves_no_trace_and_losses_may_be_weighed_or_not
