@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import types
+from collections import deque
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
@@ -543,3 +544,45 @@ def test_a_copy_of_a_model_in_half_precision_is_its_own() -> None:
     assert not other(torch.ones(1, 2)).any()
     assert model(torch.ones(1, 2)).dtype == torch.float32
     assert isinstance(model, nn.Linear)
+
+
+class _Remembers(nn.Module):
+    """A net whose forward changes a state that its `state_dict` does not hold."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(108, 4)
+        self.rnn = nn.RNN(4, 4)  # keeps a list of its parameters, which is no state beside them
+        self.seen: Any = {"deque": deque(maxlen=9), "tensor": torch.zeros(()), "dict": {"calls": 0}, "number": 0}.get(
+            kind
+        )
+        if kind in ("buffer", "saved"):
+            self.register_buffer("calls", torch.zeros(()), persistent=kind == "saved")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_output = found = self.rnn(self.layer(x.flatten(1)))[0]  # kept to be looked at
+        if self.kind == "deque":
+            self.seen.append(float(found.detach().mean()))
+        elif self.kind == "dict":
+            self.seen["calls"] += 1
+        elif self.kind in ("buffer", "saved"):
+            self.calls = self.calls + 1
+        elif self.kind != "none":
+            self.seen = self.seen + 1
+        return found
+
+
+@pytest.mark.parametrize("kind", ["deque", "tensor", "dict", "number", "buffer", "saved", "none"])
+def test_a_state_that_no_checkpoint_holds_is_reported_at_the_first_step(tmp_path: Path, kind: str) -> None:
+    ours = session(World.alone(), output=tmp_path / "run")
+    model = _Remembers(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+    with ours:
+        for _ in ours.epochs(1):
+            for batch in loader:
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+    reported = [row["text"] for row in events(tmp_path / "run", "warning")]
+    name = {"saved": "", "none": "", "buffer": "calls"}.get(kind, "seen")
+    assert [f"changes {name} in forward" in text for text in reported] == [True] * bool(name)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..checks.digest import digest
 from ..nn import sync_batchnorm
 from ..steps.prepared import Prepared
 
-_NUMBERS = (int, float)
+_ITEMS = 1000  # of a list or dict, at most, that are looked at
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 class FirstStep:
@@ -19,7 +24,7 @@ class FirstStep:
 
     def __init__(self, prepared: Prepared, *, is_in_epochs: bool) -> None:
         self._prepared, self._is_in_epochs = prepared, is_in_epochs
-        self._numbers = dict(_numbers(prepared.models))
+        self._unsaved = dict(_unsaved(prepared.models))
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
 
     def cautions(self) -> list[str]:
@@ -40,11 +45,13 @@ class FirstStep:
                 "depends on the number of ranks and micro-batches; sum over the ranks there (session.sum), or use a "
                 "layer without statistics of the batch"
             )
-        numbers = [name for name, value in _numbers(prepared.models) if self._numbers.get(name, value) != value]
-        if numbers:
+        unsaved = dict(_unsaved(prepared.models))
+        lost = [name for name, before in self._unsaved.items() if unsaved.get(name, before) != before]
+        if lost:
             found.append(
-                f"the model changes its attribute {', '.join(numbers[:3])} in forward, which no checkpoint holds: a "
-                "resumed run begins it anew; make it a buffer, or give get_extra_state and set_extra_state"
+                f"the model changes {', '.join(lost[:3])} in forward, which no checkpoint holds: if a later step "
+                "reads it, a resumed run differs; make it a persistent buffer, or give get_extra_state and "
+                "set_extra_state"
             )
         if not self._is_in_epochs and prepared.config.record.output is not None:
             found.append(
@@ -65,14 +72,36 @@ def _buffers(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in norms)
 
 
-def _numbers(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers among the attributes of modules without an extra state of their own."""
+def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield a fingerprint of each value of a module that its `state_dict` does not hold, by dotted name."""
     for model in models.values():
-        for name, module in model.named_modules():
-            if type(module).get_extra_state is nn.Module.get_extra_state:
-                for key, value in vars(module).items():
-                    if type(value) in _NUMBERS and not key.startswith("_"):
-                        yield (f"{name}.{key}" if name else key), value
+        saved = {tensor.data_ptr() for tensor in model.state_dict().values() if isinstance(tensor, Tensor)}
+        saved.discard(0)
+        for path, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                continue
+            attributes = {key: value for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
+            for key, value in (attributes | dict(module.named_buffers(recurse=False))).items():
+                fingerprint = _fingerprint(value, saved)
+                if fingerprint is not None:
+                    yield f"{path}.{key}" if path else key, fingerprint
+
+
+def _fingerprint(value: Any, saved: set[int]) -> Any:
+    """Return what tells the value from a changed one; None for what is saved, or is no plain data."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.layout is not torch.strided or value.is_meta or value.data_ptr() in saved:
+            return None  # a parameter, an activation that is kept to be looked at, or a buffer
+        return int(digest([value.detach()]))
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple | deque | set) and len(value) <= _ITEMS:
+        return [_fingerprint(item, saved) for item in value]
+    return None
 
 
 def _text(buffer: Tensor) -> str:
