@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -62,10 +63,11 @@ def _trained(config: RunConfig, path: Path, *, watched: bool) -> Callable[[], fl
         marks, world = Marks(path), World.alone()
         try:
             if watched:  # the end of each phase is noted, as in a trial
-                watcher = measured.Watcher(world)
-                watcher.is_endless = False
-                world.progress.listener = watcher
-            train(config, world, marks)
+                measurement = measured.Measurement(world, lambda _: (None for _ in itertools.count()))
+                measurement.is_endless = False
+                train(config, measurement.world, marks, hooks=measurement)
+            else:
+                train(config, world, marks)
         finally:
             marks.close()
         return marks.step_s * 1e6

@@ -21,6 +21,7 @@ from .config.schema import RunConfig
 from .record.base import Recorder
 from .record.result import RunResult
 from .runs.run import Opened, opened
+from .sessions.hooks import NO_HOOKS, Hooks
 from .sessions.scoring import Classifier
 from .sessions.session import Session
 from .steps.job import assemble
@@ -49,13 +50,15 @@ class Task(Protocol):
         """Score the weights, and record the score (*collective*)."""
 
 
-def run(config: RunConfig, world: World) -> RunResult:
-    """Claim the run's folder, train, and record a summary (*collective*)."""
+def run(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult:
+    """Claim the run's folder, train, and record a summary (*collective*). `hooks` follow the session."""
     with opened(config, world) as ours:
-        return train(ours.config, world, ours.recorder, state=ours.state)
+        return train(ours.config, world, ours.recorder, state=ours.state, hooks=hooks)
 
 
-def train(config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None) -> RunResult:
+def train(
+    config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None, hooks: Hooks = NO_HOOKS
+) -> RunResult:
     """Train a classifier as `config` says; return its result (*collective*).
 
     Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default from
@@ -67,7 +70,7 @@ def train(config: RunConfig, world: World, recorder: Recorder, *, state: State |
     job = assemble(config, world, continued=loaded)
     try:
         run = nullcontext(Opened(config, recorder, loaded))
-        with Session(config, world, run, prepared=job) as session:
+        with Session(config, world, run, prepared=job, hooks=hooks) as session:
             task = Classifier(job, session)
             learn(task, session, config)
         world.progress.enter("")  # not after an error, whose report names the phase

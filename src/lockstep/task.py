@@ -26,6 +26,7 @@ from .models import table as models_table
 from .models.modes import evaluating
 from .record.console import Terminal
 from .runs.run import opened
+from .sessions.hooks import NO_HOOKS, Hooks
 from .sessions.session import Session
 from .steps import initial
 from .training import losses, optim
@@ -41,15 +42,15 @@ _WANTED = (
 )
 
 
-def train(config: RunConfig, world: World) -> dict[str, float]:
-    """Train by the step in `config`; return the last scores (*collective*)."""
+def train(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
+    """Train by the step in `config`; return the last scores (*collective*). `hooks` follow the session."""
     if config.parallel.drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
             f"runs on one; take {registry.per_device()}, or leave it out."
         )
     run = opened(config, world, console=Terminal.detect())
-    with Session(config, world, run) as session:
+    with Session(config, world, run, hooks=hooks) as session:
         task = Steps(config, session)
         learn(task, session, config)
     return task.scores

@@ -18,6 +18,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.engine import run
 from lockstep.record.console import Notices
 from lockstep.runs.run import opened
+from lockstep.sessions.hooks import Hooks
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
@@ -93,9 +94,10 @@ def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_pat
     assert share.profile.step_s < 2 * sum(together["step_s"]) / len(together["step_s"])
 
 
-def _without_loader(config: RunConfig, world: World) -> None:
+def _without_loader(config: RunConfig, world: World, hooks: Hooks) -> None:
     """Train by a loop that makes its own batches, of five steps, beyond which its schedule has no learning rate."""
-    with Session(config, world, opened(config, world, keys=("seed",), console=Notices())) as session:
+    run = opened(config, world, keys=("seed",), console=Notices())
+    with Session(config, world, run, hooks=hooks) as session:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)

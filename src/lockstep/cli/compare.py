@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ..files import own_folder, shown, understanding
 from ..launchers import start
 from ..runs import folders
 from ..screen import Screen
+from ..sessions.hooks import Hooks
 from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run, words
@@ -161,7 +162,7 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
     """Run a command and measure it, by the internal verb `how`."""
     if verb not in ("run", "train") or (how != "raced" and not told.isdecimal()):
         raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
-    job: Callable[[RunConfig, World], Any] = entry
+    job: measured.Job = entry
     if verb == "run":
         config, script = run.asked([*rest], prog="lockstep run")
         job = partial(_run_script, script)
@@ -173,9 +174,9 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
     return 0
 
 
-def _run_script(script: Script, config: RunConfig, world: World) -> None:
+def _run_script(script: Script, config: RunConfig, world: World, hooks: Hooks) -> None:
     """Run a script. Raises `RunError` for an exit code of its own."""
-    if code := script(config, world):
+    if code := script(config, world, hooks):
         raise RunError(f"{script.name} has ended with exit code {code}; what it printed says why.")
 
 

@@ -11,6 +11,7 @@ from ..errors import RequestError
 from ..launchers import start
 from ..runs import folders
 from ..screen import Screen
+from ..sessions.hooks import NO_HOOKS, Hooks
 from . import flags, output, preflight
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def main(given: list[str]) -> int:
     return 0
 
 
-def entry(config: RunConfig, world: World) -> RunResult | dict[str, float]:
-    """Train as one rank (*collective*)."""
+def entry(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult | dict[str, float]:
+    """Train as one rank (*collective*). `hooks` follow the session."""
     if config.optim.step:
         from .. import task
 
-        return task.train(config, world)
+        return task.train(config, world, hooks)
     from ..engine import run
 
-    return run(config, world)
+    return run(config, world, hooks)

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..monitor.progress import Progress
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -89,6 +91,35 @@ class Clock:
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
+
+
+def _passed_on(name: str) -> Any:
+    def value(progress: MarkedProgress) -> Any:
+        return getattr(progress._progress, name)
+
+    def set_value(progress: MarkedProgress, value: Any) -> None:
+        setattr(progress._progress, name, value)
+
+    return property(value, set_value)
+
+
+class MarkedProgress(Progress):
+    """The progress that a rank's watchdog reads; a clock marks the end of each phase."""
+
+    __slots__ = ("_progress", "clock")
+
+    def __init__(self, progress: Progress, clock: Clock | None) -> None:
+        """Pass everything on to `progress`."""
+        self._progress, self.clock = progress, clock
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        if self.clock is not None:
+            self.clock.mark(self.phase)
+        self._progress.enter(phase)
+
+    phase, step, count = _passed_on("phase"), _passed_on("step"), _passed_on("count")
+    folder, failed = _passed_on("folder"), _passed_on("failed")
 
 
 def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> None:

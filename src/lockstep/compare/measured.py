@@ -13,9 +13,8 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +25,15 @@ from .. import hardware
 from ..config.schema import RunConfig
 from ..errors import RunError
 from ..files import write_json
-from .clock import Clock, mark_exchanges
+from ..sessions.attach import gate_schedule
+from ..sessions.hooks import Hooks
+from .clock import Clock, MarkedProgress, mark_exchanges
 
 if TYPE_CHECKING:
     import torch
 
+    from ..exchange.base import Exchange
+    from ..sessions.session import Session
     from ..steps.loop import Loop
     from ..world.world import World
 
@@ -40,8 +43,8 @@ WARM_UP, _WARM_S = 3, 1.0
 _TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # how long steps are timed by default, and at least and at most how many
 _UNSYNCHRONISED = 0.5  # steps that exchange nothing, as a share of those that are timed
 _MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
-Job = Callable[[RunConfig, "World"], Any]
-Course = Callable[["Watcher"], Generator[None, Any, None]]
+Job = Callable[[RunConfig, "World", Hooks], Any]
+Course = Callable[["Measurement"], Generator[None, Any, None]]
 
 
 def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profiled: bool = False) -> None:
@@ -50,7 +53,7 @@ def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profile
     Times `steps` steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of each
     exchange is recorded, and none without exchange. Raises what the job does, and `RunError` where the job ends early.
     """
-    _watch(job, config, Watcher(world, partial(_probed, steps=steps, is_profiled=is_profiled)))
+    _watch(job, config, Measurement(world, partial(_probed, steps=steps, is_profiled=is_profiled)))
 
 
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
@@ -68,95 +71,106 @@ def race(job: Job, address: str, config: RunConfig, world: World) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         try:
-            _watch(job, config, Watcher(world, partial(_raced, connection=connection)))
+            _watch(job, config, Measurement(world, partial(_raced, connection=connection), marks_phases=False))
         finally:
             _signal_workers(signal.SIGCONT)
 
 
-class Watcher:
-    """Receives a job's progress (a `progress.Listener`), and has its clock."""
+class Measurement(Hooks):
+    """Follows a job by a course of steps. Each rank has one."""
 
-    exchanges = True
+    saves = False  # a thread would write, while another variant has its turn
     is_endless = True
-    marks_phases = True
 
-    def __init__(self, world: World, course: Course | None = None) -> None:
-        """Advance `course` of this watcher at the end of each step. Without one, watch until the job ends."""
-        self.world, self.made, self.clock = world, 0, Clock(on_gpu=world.device.type == "cuda")
-        self._course = _pass(sys.maxsize) if course is None else course(self)
+    def __init__(self, world: World, course: Course, *, marks_phases: bool = True) -> None:
+        """Advance `course` of this measurement at the end of each step."""
+        from .counted import CountedWorld  # which imports torch; the command does not
+
+        self.clock = Clock(on_gpu=world.device.type == "cuda")
+        self.progress = MarkedProgress(world.progress, self.clock if marks_phases else None)
+        self.world = CountedWorld.of(world, progress=self.progress)
+        """The world to give to the job."""
+        self.made = 0
+        self._session: Session | None = None
+        self._course = course(self)
         next(self._course)
 
-    def ended_phase(self, phase: str) -> None:
-        """Mark the end of a phase."""
-        if self.marks_phases:
-            self.clock.mark(phase)
+    def prepared(self, part: Any) -> None:
+        """Have a OneCycleLR keep its last rate past its end. Other schedules do so."""
+        from torch.optim.lr_scheduler import OneCycleLR
 
-    def ended_step(self, loop: Loop) -> None:
+        if isinstance(part, OneCycleLR):
+            gate_schedule(part, lambda: part.last_epoch < part.total_steps)
+
+    def ended_step(self, session: Session) -> None:
         """Mark the end of a step (*collective*)."""
         self.made += 1
-        self.clock.end_step(self.world.progress.phase)
-        self._course.send(loop)
+        self._session = session
+        self.clock.end_step(self.progress.phase)
+        self._course.send(session)
 
     def resumed(self) -> None:
         """Mark that steps begin again."""
         self.clock.go_on()
+
+    @property
+    def past_end(self) -> int:
+        """The step at which the job by itself would have ended, if it has gone on from there; else 0."""
+        if self._session is None:
+            return 0
+        loop = self._session.loop
+        is_past = loop.epochs is not None and loop.position.epochs >= loop.epochs
+        return loop.total_steps if is_past else 0
 
 
 class _EnoughError(BaseException):
     """Ends the job once measured, through any `except Exception` of a script."""
 
 
-def _watch(job: Job, config: RunConfig, watcher: Watcher) -> None:
-    """Run the job until the watcher ends it. Raises `RunError` where the job ends first."""
-    world = watcher.world
-    world.progress.listener = watcher
+def _watch(job: Job, config: RunConfig, measurement: Measurement) -> None:
+    """Run the job until the measurement ends it. Raises `RunError` where the job ends first, or fails."""
     try:
-        with _schedules_without_end():
-            job(config, world)
+        job(config, measurement.world, measurement)
     except _EnoughError:
         return
-    finally:
-        world.progress.listener = None
+    except RunError as error:
+        if not (end := measurement.past_end):
+            raise
+        raise RunError(
+            f"{str(error).rstrip('.')}. A measurement goes on past the job's own last step, {end}: give what counts "
+            "steps, such as a schedule, to session.prepare, or measure fewer by --steps.",
+            trace=error.trace,
+        ) from error
     raise RunError(
-        f"The job has ended after {watcher.made} steps, before enough were measured: give it more epochs, and train "
-        "through lockstep.session()."
+        f"The job has ended after {measurement.made} steps, before enough were measured: give it more epochs, and "
+        "train through lockstep.session()."
     )
 
 
-def _schedules_without_end() -> contextlib.AbstractContextManager[Any]:
-    """Let OneCycleLR keep its last rate past its end. Other schedules do so."""
-    from unittest import mock  # which the command would wait for
-
-    from torch.optim.lr_scheduler import OneCycleLR
-
-    get_lr: Any = OneCycleLR.get_lr
-
-    def last_lr(schedule: OneCycleLR) -> Any:
-        schedule.last_epoch = min(schedule.last_epoch, schedule.total_steps)
-        return get_lr(schedule)
-
-    return mock.patch.object(OneCycleLR, "get_lr", last_lr)
-
-
-def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[None, Loop, None]:
+def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Generator[None, Session, None]:
     """Time steps after a warm-up; write their costs. Then steps without exchange, or with its places."""
-    world, clock = watcher.world, watcher.clock
-    loop = yield
+    from torch.utils.flop_counter import FlopCounterMode
+
+    world, clock = measurement.world, measurement.clock
+    session = yield
+    loop = session.loop
     found: dict[str, Any] = {"first_step_time": time.time()}
-    with _counted() as counts:
+    sent_bytes = world.count.size_bytes
+    with FlopCounterMode(display=False) as counter:
         yield
+    counts = {"bytes": world.count.size_bytes - sent_bytes, "flops": counter.get_total_flops()}
     yield
-    while (more := _number_in(watcher, _WARM_S) - (watcher.made - WARM_UP)) > 0:
+    while (more := _number_in(measurement, _WARM_S) - (measurement.made - WARM_UP)) > 0:
         yield from _pass(more)
-    found["warm_up"], steps = watcher.made, steps or max(_FEWEST, _number_in(watcher, _TIMED_S))
+    found["warm_up"], steps = measurement.made, steps or max(_FEWEST, _number_in(measurement, _TIMED_S))
     world.barrier()
     begun = _used(world, loop)
     clock.restart()
     yield from _pass(steps)
-    found |= _timed(watcher, loop, begun, counts)
+    found |= _timed(measurement, loop, begun, counts)
     if is_profiled:  # as one rank of several, without the others
         found["overlaps"] = True
-        watcher.marks_phases = False
+        measurement.progress.clock = None
         mark_exchanges(loop.prepared.models.values(), clock, on_gpu=world.device.type == "cuda")
         clock.restart()
         yield from _pass(steps)
@@ -165,7 +179,7 @@ def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[Non
         loop.confirm()
         found["proof"] = loop.checks.outcomes()
         if world.size > 1:
-            watcher.exchanges = False
+            session.exchange_by(_without_exchange(session.prepared.exchange))
             world.barrier()
             clock.restart()
             yield from _pass(max(1, round(steps * _UNSYNCHRONISED)))
@@ -176,9 +190,18 @@ def _probed(watcher: Watcher, steps: int, *, is_profiled: bool) -> Generator[Non
     raise _EnoughError
 
 
-def _number_in(watcher: Watcher, seconds: float) -> int:
+def _without_exchange(exchange: Exchange) -> Exchange:
+    """Return the exchange of a lone process for the same parameters, whose replicas become different ones."""
+    from ..exchange.base import Exchange
+
+    none = Exchange(exchange.world)
+    none.models, none.parameters, none.keeps_replicas = exchange.models, exchange.parameters, False
+    return none
+
+
+def _number_in(measurement: Measurement, seconds: float) -> int:
     """Return how many steps fill these seconds, on all ranks alike (*collective*)."""
-    return int(watcher.world.gather(min(_MOST, round(seconds / watcher.clock.step_s[-1])))[0])
+    return int(measurement.world.gather(min(_MOST, round(seconds / measurement.clock.step_s[-1])))[0])
 
 
 def _used(world: World, loop: Loop) -> tuple[float, float]:
@@ -190,11 +213,11 @@ def _used(world: World, loop: Loop) -> tuple[float, float]:
     return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=world.topology.local_rank == 0)
 
 
-def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
+def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
     """Return the timed steps' costs over all ranks (*collective*). `_used` was `begun` before them."""
     import torch
 
-    world, telemetry, step_s = watcher.world, loop.meter.telemetry, watcher.clock.step_s
+    world, telemetry, step_s = measurement.world, loop.meter.telemetry, measurement.clock.step_s
     used = [now - before for now, before in zip(_used(world, loop), begun, strict=True)]
     gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
     peak = telemetry.peak_memory_bytes()
@@ -207,7 +230,7 @@ def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dic
     return {
         "ranks": world.size,
         "step_s": step_s,
-        "phase_s": {phase: each / len(step_s) for phase, each in watcher.clock.phase_s.items()},
+        "phase_s": {phase: each / len(step_s) for phase, each in measurement.clock.phase_s.items()},
         "busy_processors": cpu_s / sum(step_s),
         "busy_gpus": gpus_busy or None,
         "joules_a_step": joules / len(step_s) if joules > 0 else None,  # a counter that overflowed has no meaning
@@ -218,15 +241,14 @@ def _timed(watcher: Watcher, loop: Loop, begun: tuple[float, float], counts: dic
     }
 
 
-def _raced(watcher: Watcher, connection: socket.socket) -> Generator[None, Loop, None]:
+def _raced(measurement: Measurement, connection: socket.socket) -> Generator[None, Session, None]:
     """Run turns of steps; all ranks wait at the same step.
 
     Data workers are stopped during the wait: else they would fill their queue, at the cost of others' turns.
     """
-    watcher.marks_phases = False
     lines = connection.makefile("rw", encoding="ascii", newline="\n")
     yield from _pass(WARM_UP)
-    world, clock = watcher.world, watcher.clock
+    world, clock = measurement.world, measurement.clock
     told = f"{world.rank} {world.size}"
     while True:
         _signal_workers(signal.SIGSTOP)
@@ -252,37 +274,6 @@ def _signal_workers(number: int) -> None:
         if worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, number)
-
-
-@contextlib.contextmanager
-def _counted() -> Iterator[dict[str, int]]:
-    """Count the block's operations ("flops") and this rank's bytes to collectives."""
-    from unittest import mock
-
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from ..world.world import World
-
-    counts = {"bytes": 0, "flops": 0}
-
-    def counting(exchange: Any) -> Any:
-        def run(world: World, *parts: Any) -> Any:
-            before = counts["bytes"]
-            found = exchange(world, *parts)
-            # By their own bytes in float64, or as a tensor's, which an exchange of numbers may become.
-            counts["bytes"] = before + (8 * sum(map(len, parts)) if exchange is numbers else parts[0].nbytes)
-            return found
-
-        return run
-
-    numbers = World.numbers
-
-    with contextlib.ExitStack() as stack:
-        for name in ("sum_", "stack", "numbers"):  # by which all other exchanges go
-            stack.enter_context(mock.patch.object(World, name, counting(getattr(World, name))))
-        counter = stack.enter_context(FlopCounterMode(display=False))
-        yield counts
-    counts["flops"] = counter.get_total_flops()
 
 
 def _gradient_bytes(loop: Loop, world: World) -> int:

@@ -81,6 +81,9 @@ class Pass:
 class Exchange:
     """Exchange of a process that has no other: gradients are those of its own samples."""
 
+    keeps_replicas = True
+    """Whether replicas stay equal, and are compared."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.parameters: list[nn.Parameter] = []

@@ -22,8 +22,6 @@ class GlobalBatch:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self._off = Exchange(exchange.world)  # for a measurement without exchange
-        self._off.parameters = exchange.parameters
         self._is_alone = type(exchange) is Exchange
         self._parts: list[Part] = []
         self._losses: list[Tensor | None] = []  # of each part: this rank's share of it so far
@@ -56,7 +54,6 @@ class GlobalBatch:
         run: Any,
         *,
         last: bool,
-        exchanges: bool = True,
         unscale: Callable[[], None] | None = None,
     ) -> None:
         """Add the gradients of `factor` · `loss` (0-dim) to the batch's (*collective*). `run(factor)` computes them.
@@ -65,7 +62,7 @@ class GlobalBatch:
         rank's loss is a mean over, samples that the factor takes for the whole batch) where the batch may turn out
         smaller, since a collate function has dropped samples.
         """
-        exchange, number = self.exchange if exchanges else self._off, self._number
+        exchange, number = self.exchange, self._number
         if number == len(self._parts):
             self._parts.append(Part(number))
             self._losses.append(None)

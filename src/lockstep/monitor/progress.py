@@ -5,27 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 SETUP = "setup"
 """The phase of a rank that prepares (reads data, makes the model): it may last, and others wait for it."""
 EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 """The phases of the collectives of a `World`."""
-
-
-class Listener(Protocol):
-    """Measurement of a job within a rank; nothing is saved meanwhile."""
-
-    exchanges: bool
-    """Whether gradients are exchanged, and replicas compared."""
-    is_endless: bool
-    """Whether the job goes on whatever its epochs."""
-
-    def ended_phase(self, phase: str) -> None: ...
-
-    def ended_step(self, loop: Any) -> None: ...
-
-    def resumed(self) -> None: ...
 
 
 class Progress:
@@ -35,7 +19,7 @@ class Progress:
     Entering one sets two attributes, a tenth of a microsecond, and sends nothing.
     """
 
-    __slots__ = ("count", "failed", "folder", "listener", "phase", "step")
+    __slots__ = ("count", "failed", "folder", "phase", "step")
 
     def __init__(self) -> None:
         self.phase = ""
@@ -48,12 +32,9 @@ class Progress:
         """The run's folder, once there is one."""
         self.failed: Callable[[str], None] | None = None
         """Records, in that folder, the sentence with which the watchdog ends this rank."""
-        self.listener: Listener | None = None
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
-        if self.listener is not None:
-            self.listener.ended_phase(self.phase)
         self.phase = phase
         self.count += 1
 

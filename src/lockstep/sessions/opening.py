@@ -48,6 +48,6 @@ def session(**options: Any) -> Session:
     if has_folder:
         recorded = {"model", "data", *left_to_command()}
         run = opened(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=again)
-    made = Session(config, world, run)
+    made = Session(config, world, run, hooks=started.hooks)
     started.closing.append(made.close)
     return made

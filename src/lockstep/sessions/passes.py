@@ -208,7 +208,7 @@ class Passes:
         self._evaluations += 1
         self.compare()
         found = int(world.sum(torch.tensor(evaluated, device=world.device)))
-        if shared.samples not in (None, found) and world.progress.listener is None:
+        if shared.samples not in (None, found) and not world.is_imagined:
             raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
         if check is not None and counts is not None:
             check.end_evaluation(counts, shared.samples or 0, loop.position.step)

@@ -28,6 +28,7 @@ from ..launchers import start
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
 from ..printable import told, visible
+from .hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from ..world.world import World  # which imports torch; the command that starts a script does not
@@ -47,6 +48,7 @@ class Started:
     world: World
     given: frozenset[str] = frozenset()
     """The names, without dashes, of the flags that `lockstep run` was given."""
+    hooks: Hooks = NO_HOOKS
     closing: list[Callable[[BaseException | None], None]] = field(default_factory=list)
     """Callbacks after the script's end, before leaving the world: last one first, with the script's error or None."""
 
@@ -106,10 +108,10 @@ class Script:
     is_module: bool = False
     given: frozenset[str] = frozenset()
 
-    def __call__(self, config: RunConfig, world: World) -> int:
-        """Run the script; return its exit code, 0 with several ranks."""
+    def __call__(self, config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> int:
+        """Run the script; return its exit code, 0 with several ranks. `hooks` follow its session."""
         try:
-            _ranked(self.name, self._run, Started(config, world, self.given))
+            _ranked(self.name, self._run, Started(config, world, self.given, hooks))
         except SystemExit as end:
             if not isinstance(end.code, int):
                 print(end.code, file=sys.stderr)

@@ -46,6 +46,7 @@ from ..world.world import World
 from . import collectives, parts, script
 from .attach import attach, gate_schedule
 from .first_step import FirstStep
+from .hooks import NO_HOOKS, Hooks
 from .passes import Passes
 from .randomness import Draws
 from .stepper import Stepper
@@ -67,10 +68,11 @@ class Session:
         run: contextlib.AbstractContextManager[Opened],
         *,
         prepared: Prepared | None = None,
+        hooks: Hooks = NO_HOOKS,
     ) -> None:
         """Start the session (*collective*); `run` is held until `close`.
 
-        `prepared` is a job's, whose gradients a strategy exchanges.
+        `prepared` is a job's, whose gradients a strategy exchanges. `hooks` follow the run.
         """
         self.world, self.device = world, world.device
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
@@ -78,7 +80,8 @@ class Session:
         ours = self._held.enter_context(run)
         self.prepared = prepared or Prepared(ours.config, world, self.precision, exchange=exchange_of(world))
         self._held.callback(self.prepared.exchange.close)
-        self.loop = Loop(ours, self.prepared)
+        self._hooks = hooks
+        self.loop = Loop(*(ours, self.prepared), saves=hooks.saves, is_endless=hooks.is_endless, resumed=hooks.resumed)
         self._held.callback(self.loop.close)
         self._draws = Draws(world, ours.config.seed, is_global=ours.config.batch.draws == "global")
         self._stepper = Stepper(self.loop, stepped=self._end_step)
@@ -138,6 +141,8 @@ class Session:
                 "it. Only further DataLoaders may come later."
             )
         ready = tuple([self._ready(part) for part in given])
+        for part in ready:
+            self._hooks.prepared(part)
         return ready[0] if len(ready) == 1 else ready
 
     def _ready(self, part: Any) -> Any:
@@ -267,7 +272,7 @@ class Session:
         return self._draws.along(dimension)
 
     def _end_step(self) -> None:
-        """Tell what the first step has shown, and compare the ranks' generators (*collective*)."""
+        """End a step (*collective*). Tells what the first one has shown, and compares the ranks' generators."""
         loop = self.loop
         first, self._first_step = self._first_step, None
         if first is not None:
@@ -276,6 +281,12 @@ class Session:
                 loop.warn(caution)
         if drawn := self._draws.end_step(loop.position.step):
             loop.warn(drawn)
+        loop.end_step()
+        self._hooks.ended_step(self)
+
+    def exchange_by(self, exchange: base.Exchange) -> None:
+        """Exchange gradients by `exchange` from the next global batch on (*collective*)."""
+        self._stepper.exchange_by(exchange)
 
     def backward(
         self,

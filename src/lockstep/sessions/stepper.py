@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import RequestError
 from ..exchange import base
-from ..exchange.base import Header
+from ..exchange.base import Exchange, Header
 from ..exchange.batch import GlobalBatch
 from ..steps.loop import Loop
 from .shares import Handed
@@ -25,7 +25,7 @@ class Stepper:
     """Gradients of the global batch under way, and the optimizer steps on them. Every rank makes the same calls."""
 
     def __init__(self, loop: Loop, *, stepped: Callable[[], None]) -> None:
-        """`stepped` is called after each step that is counted, before it is recorded (*collective*)."""
+        """`stepped` is called after each step that is counted (*collective*)."""
         self.share: Handed | None = None
         """The share of the last backward pass, until its batch is settled."""
         self.is_left = False
@@ -109,7 +109,6 @@ class Stepper:
             header,
             lambda factor: self._precision.backward(loss, factor, retain_graph=retain_graph),
             last=handed is None or handed.share.last,
-            exchanges=self._loop.exchanges,
             unscale=self._unscale,
         )
 
@@ -186,9 +185,12 @@ class Stepper:
             norm, self.norm = self.norm, None
             loop.count_step(*self._batch.taken(), self._lr, norm)
             self._after_step()
-            loop.end_step()
         elif self.has_gradients and not self._prepared.optimizers:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
+
+    def exchange_by(self, exchange: Exchange) -> None:
+        """Exchange gradients by `exchange` from the next global batch on (*collective*)."""
+        self._prepared.exchange = self._batch.exchange = exchange
 
     def pending(self) -> dict[str, Any] | None:
         """Return what waits for an optimizer step, for a checkpoint (*collective*); None if nothing does."""

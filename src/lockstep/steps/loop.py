@@ -45,8 +45,19 @@ class Stage(Enum):
 class Loop:
     """Position and records of one run."""
 
-    def __init__(self, run: Opened, prepared: Prepared) -> None:
-        """Open the checkpoints of the run's folder, if any."""
+    def __init__(
+        self,
+        run: Opened,
+        prepared: Prepared,
+        *,
+        saves: bool = True,
+        is_endless: bool = False,
+        resumed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open the checkpoints of the run's folder, if any.
+
+        `resumed` is called wherever the clock starts. An endless loop goes on past its last epoch.
+        """
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.position = prepared, Position()
@@ -61,8 +72,7 @@ class Loop:
         self.steps: int | None = None  # of an epoch, where it is known
         self.total_steps = 0  # 0 where it is not known
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
-        self._world, self._listener = world, world.progress.listener
-        self._is_endless = self._listener is not None and self._listener.is_endless
+        self._world, self._saves, self._is_endless, self._on_resume = world, saves, is_endless, resumed
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._heeding = contextlib.ExitStack()  # stop requests, from the loop's beginning to its end
@@ -125,13 +135,7 @@ class Loop:
     def start_clock(self) -> None:
         """Start timing steps: at the first one, and after non-training work."""
         self.meter.start()
-        if self._listener is not None:
-            self._listener.resumed()
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange gradients and compare replicas. A measurement's listener may switch this off."""
-        return self._listener is None or self._listener.exchanges
+        self._on_resume()
 
     @property
     def is_done(self) -> bool:
@@ -204,7 +208,7 @@ class Loop:
     def end_step(self) -> None:
         """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`."""
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
-        if self.exchanges and self.checks.replicas.due(step):
+        if self.prepared.exchange.keeps_replicas and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # After an epoch's last step it is saved anyway, once the weights are evaluated.
         save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
@@ -218,8 +222,6 @@ class Loop:
                 raise self.stopped()
             elif save:
                 self.save()
-        if self._listener is not None:
-            self._listener.ended_step(self)
 
     def end_data(self) -> None:
         """Record and verify after an epoch's or run's last step (*collective*). A stop waits for `end_epoch`."""
@@ -283,12 +285,12 @@ class Loop:
 
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
-        if self.exchanges:
+        if self.prepared.exchange.keeps_replicas:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:
         """Compare the replicas, then save a checkpoint (*collective*)."""
-        if self._listener is None:  # a thread would write, while another variant has its turn
+        if self._saves:
             self.confirm()
             step, score = self.position.step, self._score
             self._score, self._saved_at = None, step

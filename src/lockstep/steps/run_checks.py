@@ -27,7 +27,7 @@ class RunChecks:
             world, prepared.replicated, every, copies=copies, remedy=remedy, begun=position.step
         )
         self.samples: SampleCheck | None = None
-        if not config.proof.ledger or world.progress.listener is not None:  # a measurement's ranks may be alone
+        if not config.proof.ledger or world.is_imagined:
             return
         if source is None or source.samples is None:
             raise RequestError("--ledger counts an epoch's samples, and these data have no known number; leave it out.")

@@ -112,6 +112,11 @@ class World:
         """Whether this is rank 0. Never guard a collective with it."""
         return self.topology.is_main
 
+    @property
+    def is_imagined(self) -> bool:
+        """Whether this rank computes its share of several ranks' work without the others."""
+        return self.size > 1 and self.group is None
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the element-wise sum of `tensor` over all ranks (*collective*).
 
