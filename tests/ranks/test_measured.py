@@ -7,18 +7,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.cli.train import entry
 from lockstep.compare import forecast, records, timeline
-from lockstep.compare.measured import FILE, measure, measure_share
+from lockstep.compare.measured import COMPARED, FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
 from lockstep.engine import run
+from lockstep.errors import RunError
 from lockstep.record.console import Notices
 from lockstep.runs.run import opened
 from lockstep.sessions.hooks import Hooks
+from lockstep.sessions.script import Script
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
@@ -120,3 +125,99 @@ def test_a_loop_that_makes_its_own_batches_is_measured_for_longer_than_it_lasts(
     found = pool.run(1, _measured_without_loader, tmp_path)[0]
     assert len(found["step_s"]) == 6
     assert records.record(tmp_path).plan == {}, "nothing tells samples: its steps are counted"
+
+
+class Dropping(nn.Module):
+    """Attention and layers with dropout, as of a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(functional.dropout(self.encoder(x).mean(1), 0.2, self.training))
+        return scores
+
+
+def _mixing(config: RunConfig, world: World, hooks: Hooks) -> None:
+    """Train a net with dropout on samples mixed by MixUp."""
+    run = opened(config, world, keys=("seed",), console=Notices())
+    with Session(config, world, run, hooks=hooks) as session:
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(68, 6, 16, generator=generator), torch.arange(68) % 4)
+        model = Dropping()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=17, shuffle=True))
+        for _ in session.epochs(1):
+            for x, y in loader:
+                share, perm = torch.rand(()), torch.randperm(len(x))
+                scores = model(share * x + (1 - share) * x[perm])
+                loss = share * functional.cross_entropy(scores, y)
+                session.backward(loss + (1 - share) * functional.cross_entropy(scores, y[perm]))
+                optimizer.step()
+                optimizer.zero_grad()
+                DRAWN.append(float(torch.rand(())))
+
+
+DRAWN: list[float] = []
+"""A number that is drawn after each step."""
+
+
+def _measured_mixing(world: World, folder: Path, draws: str) -> tuple[dict[str, Any], list[float]]:
+    DRAWN.clear()
+    config = override(RunConfig(), accelerator="cpu", output=folder, draws=draws)
+    measure(_mixing, 4, config, world)
+    world.barrier()
+    return json.loads((folder / FILE).read_text()), [*DRAWN]
+
+
+@pytest.mark.parametrize("draws", ["rank", "global"])
+def test_compared_steps_have_the_draws_of_one_device_and_timed_ones_the_jobs_own(
+    draws: str, pool: RankPool, tmp_path: Path
+) -> None:
+    losses, drawn = {}, {}
+    for ranks in (1, 2):
+        found = pool.run(ranks, _measured_mixing, folder := tmp_path / str(ranks), draws)
+        told, _ = found[0]
+        assert f"{__name__.rpartition('.')[2]}.py:" in told["first_draw"]
+        losses[ranks] = [loss for _, loss in sorted(records.record(folder).losses.items())]
+        drawn[ranks] = [numbers for _, numbers in found]
+    assert losses[2][:COMPARED] == pytest.approx(losses[1][:COMPARED], rel=1e-5)
+    assert (losses[2][COMPARED] == pytest.approx(losses[1][COMPARED], rel=1e-3)) == (draws == "global")
+    first, second = drawn[2]
+    assert first[:COMPARED] == second[:COMPARED] == drawn[1][0][:COMPARED]
+    assert (first[COMPARED:] == second[COMPARED:]) == (draws == "global")
+
+
+SCHEDULED = """
+import torch, lockstep
+
+session = lockstep.session()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+loader = torch.utils.data.DataLoader(torch.ones(32, 4), batch_size=4)
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+for _ in session.epochs(1):
+    for x in loader:
+        session.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+"""
+
+
+def _measured_script(world: World, script: Path) -> str:
+    try:
+        measure(Script(str(script)), 6, override(RunConfig(), accelerator="cpu", output=script.parent / "run"), world)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_schedule_that_ends_and_was_not_prepared_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
+    (path := tmp_path / "train.py").write_text(SCHEDULED)
+    sentence = pool.run(1, _measured_script, path)[0]
+    assert "Tried to step" in sentence
+    assert "past the job's own last step, 8: give what counts steps, such as a schedule, to session.prepare" in sentence

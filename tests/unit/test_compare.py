@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from lockstep.compare import answer, charts, grid, numbers, records, rounds, rows
+from lockstep.compare import answer, charts, grid, numbers, records, rounds, rows, trials
 from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.records import Record, Run, check_one_job
@@ -482,6 +483,61 @@ def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path:
     for each in found:
         each.cell = replace(each.cell, config=exact)
     assert [each.same_model for each in rows.of_series(found[:2])] == [True, False], "rounding explains less of fp64"
+
+
+@pytest.mark.parametrize(
+    ("told", "plan", "why"),
+    [
+        ({}, {}, "its losses differ by 9.9e-03"),
+        ({"first_draw": "a.py:3 (aten.rand)"}, {}, "its losses differ by 9.9e-03"),
+        (
+            {"first_draw": "a.py:3 (aten.rand)"},
+            {"accumulation": 2},
+            "its losses differ by 9.9e-03: each micro-batch draws random numbers of its own (a.py:3 (aten.rand))",
+        ),
+        (
+            {"undrawn": "a.py:3 draws a tensor."},
+            {},
+            "its losses differ by 9.9e-03: each rank draws random numbers of its own, since those of one device failed "
+            "(a.py:3 draws a tensor)",
+        ),
+    ],
+)
+def test_losses_that_differ_say_which_draws_were_not_those_of_one_device(
+    told: dict[str, str], plan: dict[str, int], why: str
+) -> None:
+    one, two = series("a", [1.0]), series("b", [1.0], trial=Trial(told=told, seconds=1.0))
+    for each, loss in ((one, 1.0), (two, 1.01)):
+        each.cell, each.record.losses[1] = replace(each.cell, config=RunConfig()), loss
+    two.record.start["plan"] = plan
+    assert rows._likeness(two, one, None)["another"] == why
+
+
+def test_a_variant_whose_compared_steps_fail_is_measured_with_its_own_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def run(name: str, stage: Sequence[Words], *_: Any, **__: Any) -> None:
+        words = stage[0][stage[0].index("compare") :]
+        made.append(words[1])
+        folder = Path(words[-1])
+        folder.mkdir()
+        losses = 5 if words[2] == "7" else 2
+        lines = [{"event": "start"}, *({"event": "step", "step": step + 1, "loss": 1.0} for step in range(losses))]
+        (folder / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines if words[2] != "8"))
+        if words[1] == "measured":
+            raise RequestError(f"The variant {name} failed: a.py:3 draws a tensor.")
+        (folder / "measured.json").write_text('{"step_s": [1.0]}')
+
+    monkeypatch.setattr(commands, "run", run)
+    for steps, again in (("6", True), ("7", False), ("8", False)):
+        made.clear()
+        folder = tmp_path / steps
+        trial = trials.measure("a", folder, (steps, str(folder / "run")), limit_s=60.0)
+        assert made == ["measured", "measured-as-is"][: 1 + again], "not what fails later, or before its first step"
+        assert bool(trial.failed) != again
+        assert trial.told == ({"step_s": [1.0], "undrawn": "a.py:3 draws a tensor."} if again else {})
 
 
 def test_a_race_in_which_one_failed_at_once_leaves_the_others_in(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from ..world.world import World
 
 FILE = "measured.json"  # in the run's folder
+COMPARED = 5
+"""First steps, whose losses are compared: rounding that grows from step to step is no other model. Their random draws
+are those of one device, whatever the job asks for."""
 WARM_UP, _WARM_S = 3, 1.0
 """Steps, in the second of which operations are counted, then seconds at full speed: new memory comes slowly."""
 _TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # how long steps are timed by default, and at least and at most how many
@@ -47,13 +50,21 @@ Job = Callable[[RunConfig, "World", Hooks], Any]
 Course = Callable[["Measurement"], Generator[None, Any, None]]
 
 
-def measure(job: Job, steps: int, config: RunConfig, world: World, *, is_profiled: bool = False) -> None:
+def measure(
+    job: Job, steps: int, config: RunConfig, world: World, *, draws: str = "global", is_profiled: bool = False
+) -> None:
     """Measure steps of a job; write the costs to its folder (*collective*).
 
-    Times `steps` steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of each
-    exchange is recorded, and none without exchange. Raises what the job does, and `RunError` where the job ends early.
+    The first `COMPARED` draw as `draws` says ("" for the job's own option), and all others as the job. Times `steps`
+    steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of each exchange is
+    recorded, and none without exchange. Raises what the job does, and `RunError` where the job ends early.
     """
-    _watch(job, config, Measurement(world, partial(_probed, steps=steps, is_profiled=is_profiled)))
+    _watch(job, config, Measurement(world, partial(_probed, steps=steps, is_profiled=is_profiled), draws=draws))
+
+
+def measure_as_is(job: Job, steps: int, config: RunConfig, world: World) -> None:
+    """Measure as `measure` does, with the job's own draws from the first step on."""
+    measure(job, steps, config, world, draws="")
 
 
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
@@ -63,7 +74,7 @@ def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None
     """
     topology = dataclasses.replace(world.topology, size=ranks)
     alone = dataclasses.replace(world, topology=topology, group=None, memory=None)
-    measure(job, 0, config, alone, is_profiled=True)
+    measure(job, 0, config, alone, draws="", is_profiled=True)
 
 
 def race(job: Job, address: str, config: RunConfig, world: World) -> None:
@@ -82,15 +93,15 @@ class Measurement(Hooks):
     saves = False  # a thread would write, while another variant has its turn
     is_endless = True
 
-    def __init__(self, world: World, course: Course, *, marks_phases: bool = True) -> None:
-        """Advance `course` of this measurement at the end of each step."""
+    def __init__(self, world: World, course: Course, *, marks_phases: bool = True, draws: str = "") -> None:
+        """Advance `course` of this measurement at the end of each step. The first ones draw as `draws` says."""
         from .counted import CountedWorld  # which imports torch; the command does not
 
         self.clock = Clock(on_gpu=world.device.type == "cuda")
         self.progress = MarkedProgress(world.progress, self.clock if marks_phases else None)
         self.world = CountedWorld.of(world, progress=self.progress)
         """The world to give to the job."""
-        self.made = 0
+        self.made, self.draws = 0, draws
         self._session: Session | None = None
         self._course = course(self)
         next(self._course)
@@ -155,12 +166,19 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     session = yield
     loop = session.loop
     found: dict[str, Any] = {"first_step_time": time.time()}
+    yield from _pass(COMPARED - 1)
+    loop.record_steps()  # whatever happens later
+    found["first_draw"] = session.first_draw
+    if measurement.draws and loop.config.batch.draws == "rank":
+        session.draw_by_rank()
+    yield
+    warm_up = measurement.made
     sent_bytes = world.count.size_bytes
     with FlopCounterMode(display=False) as counter:
         yield
     counts = {"bytes": world.count.size_bytes - sent_bytes, "flops": counter.get_total_flops()}
     yield
-    while (more := _number_in(measurement, _WARM_S) - (measurement.made - WARM_UP)) > 0:
+    while (more := _number_in(measurement, _WARM_S) - (measurement.made - warm_up)) > 0:
         yield from _pass(more)
     found["warm_up"], steps = measurement.made, steps or max(_FEWEST, _number_in(measurement, _TIMED_S))
     world.barrier()
@@ -306,7 +324,8 @@ def _matrix_rate(device: torch.device, precision: str) -> float:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
     size, at_once = _MATRIX.get(device.type, _MATRIX["cpu"]), 1 if device.type == "cpu" else 20
     with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
-        matrix = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
+        # No random numbers: the job's generators go on as without a measurement.
+        matrix = torch.arange(size * size, device=device).sin().view(size, size).to(dtype)
         clock = Clock(on_gpu=device.type == "cuda")
         while len(clock.step_s) < 2 or sum(clock.step_s[1:]) <= _MATRIX_S:  # the first one is not timed
             for _ in range(at_once):

@@ -98,6 +98,12 @@ class Series:
             return 1, 1
         return (self.record.devices if batchnorm == "local" else 1), int(self.record.plan.get("accumulation", 1))
 
+    @property
+    def draw_parts(self) -> tuple[int, int]:
+        """Parts of a batch whose random draws are not those of one device: (replicas of a process, micro-batches)."""
+        ranks = int(self.trial.told.get("ranks") or 1)
+        return max(1, self.record.devices // ranks), int(self.record.plan.get("accumulation", 1))
+
     def ratio(self, other: Series) -> Interval:
         """Return the ratio of samples per second to another variant's."""
         means = [[statistics.geometric_mean(race) for race in each.races] for each in (self, other)]
@@ -175,8 +181,8 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
         if trials.done(path) is None:
             tell(f"trying {name} ({number} of {len(able)}), at most {limit_s:.0f} s")
         own_folder(each.folder)
-        words = ("compare", "measured", str(plan.steps or 0), *command(each.cell, path / trials.RUN))
-        each.trial = trials.once(name, path, words, limit_s=limit_s)
+        words = (str(plan.steps or 0), *command(each.cell, path / trials.RUN))
+        each.trial = trials.measure(name, path, words, limit_s=limit_s)
         known = [before.trial.seconds for before in able[:number] if not before.trial.failed]
         if known and (all_s := statistics.fmean(known) * (len(able) - number) + sum(known)) > plan.budget_s:
             raise RequestError(

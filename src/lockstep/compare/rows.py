@@ -11,7 +11,7 @@ from typing import Any
 from ..config.options import IDENTITY
 from ..monitor.progress import EXCHANGES
 from ..verify import curve
-from . import numbers, records, rounds
+from . import measured, numbers, records, rounds
 from .grid import Cell
 from .numbers import Interval, Spread
 from .records import ACCURACY, SECONDS, STEP, Record, Run
@@ -19,7 +19,6 @@ from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
 """Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
-_COMPARED = 5  # first steps whose losses are compared: rounding that grows from step to step is no other model
 _FEWEST = 20  # steps of which a 95th percentile is told
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
 _PART_OF |= dict.fromkeys(EXCHANGES, "communication")
@@ -153,7 +152,7 @@ def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, 
     if ours.batch != base.batch:
         return {}
     a, b = ours.record.losses, base.record.losses
-    gap = max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[:_COMPARED]), default=None)
+    gap = max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[: measured.COMPARED]), default=None)
     configs = [each.cell.config for each in (ours, base)]
     precisions = {"" if config is None else config.precision.name for config in configs}
     # Options that define the model may vary too: then other losses are no fault.
@@ -161,10 +160,24 @@ def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, 
         return {"loss_gap": gap}
     if tolerance is None:
         tolerance = 0.0 if configs[1] is None else curve.default_tolerance(configs[1])
-    another = f"its losses differ by {gap:.1e}" if gap > tolerance else ""
+    another = f"its losses differ by {gap:.1e}{_why(ours, base)}" if gap > tolerance else ""
     if (parts := ours.batch_parts) != (whole := base.batch_parts):  # another model, however near the first losses are
         another = f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
     return {"loss_gap": gap, "another": another, "same_model": not another}
+
+
+def _why(ours: Series, base: Series) -> str:
+    """Return what is known of why the losses of two variants differ, after a colon; "" for nothing."""
+    undrawn, place = (
+        next((str(told[name]) for told in (ours.trial.told, base.trial.told) if told.get(name)), "")
+        for name in ("undrawn", "first_draw")
+    )
+    if undrawn:
+        return f": each rank draws random numbers of its own, since those of one device failed ({undrawn.rstrip('.')})"
+    if place and (parts := ours.draw_parts) != (whole := base.draw_parts):
+        part = "replica in a process" if parts[0] != whole[0] else "micro-batch"
+        return f": each {part} draws random numbers of its own ({place})"
+    return ""
 
 
 def _trained(series: Series, target: float | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..runs import folders
 from ..verify import commands
 from . import measured
 from .grid import Words
-from .records import json_of
+from .records import FILE, json_of, record
 
 RUN = "run"  # the run's folder, in that of its trial
 _RESULT = "trial.json"
@@ -37,6 +37,28 @@ def done(folder: Path) -> Trial | None:
     found = json_of(folder / _RESULT)
     with understanding(folder / _RESULT):
         return Trial(**found) if found and not found["failed"] else None
+
+
+def measure(name: str, folder: Path, words: Words, *, limit_s: float) -> Trial:
+    """Return the trial of a variant whose first losses are compared; `words` follow the internal verb.
+
+    Where ranks cannot draw as one device does, or those steps fail for another reason, the variant is measured once
+    more with its own draws, and the result's "undrawn" says why. Raises as `once` does.
+    """
+    begun_s = time.monotonic()
+    trial = once(name, folder, ("compare", "measured", *words), limit_s=limit_s)
+    left_s, run = limit_s - (time.monotonic() - begun_s), folder / RUN
+    if not trial.failed or left_s <= 0 or not (run / FILE).exists():
+        return trial
+    steps = record(run)
+    if not steps.start or len(steps.losses) >= measured.COMPARED:
+        return trial
+
+    def result() -> dict[str, Any]:
+        told = json_of(run / measured.FILE)
+        return told and told | {"undrawn": trial.failed.removeprefix("refused: ")}
+
+    return once(name, folder, ("compare", "measured-as-is", *words), limit_s=limit_s, result=result)
 
 
 def once(

@@ -16,6 +16,9 @@ class Hooks:
     is_endless = False
     """Whether the loop goes on past its last epoch."""
 
+    draws = ""
+    """Whose random numbers are drawn until `Session.draw_by_rank`: "rank", "global", or, of "", as the run's option."""
+
     def prepared(self, part: Any) -> None:
         """Called with each object that `session.prepare` returns."""
 

@@ -16,9 +16,20 @@ _CHECKED_EVERY = 50  # steps, from then on
 class Draws:
     """The draws of the code between two shares. Every rank makes the same calls."""
 
-    def __init__(self, world: World, seed: int, *, is_global: bool) -> None:
-        self._global = GlobalDraws(world, seed) if is_global else None
-        self._watch = DrawWatch(world) if world.size > 1 and not is_global else None
+    def __init__(self, world: World, seed: int, whose: str) -> None:
+        """Draw as the option `draws`, "rank" or "global", says."""
+        self._global = GlobalDraws(world, seed) if whose == "global" else None
+        self._watch = DrawWatch(world) if world.size > 1 and whose == "rank" else None
+
+    def draw_by_rank(self) -> None:
+        """Go on with each rank's own draws, which are not watched."""
+        self.end()
+        self._global = None
+
+    @property
+    def first(self) -> str:
+        """The place of the first draw since draws are those of one device; "" for none."""
+        return "" if self._global is None else self._global.first
 
     def begin(self, handed: Handed, *, watches: bool) -> None:
         """Begin the draws of a share; those of each rank are watched if `watches`, once."""

@@ -83,7 +83,7 @@ class Session:
         self._hooks = hooks
         self.loop = Loop(*(ours, self.prepared), saves=hooks.saves, is_endless=hooks.is_endless, resumed=hooks.resumed)
         self._held.callback(self.loop.close)
-        self._draws = Draws(world, ours.config.seed, is_global=ours.config.batch.draws == "global")
+        self._draws = Draws(world, ours.config.seed, hooks.draws or ours.config.batch.draws)
         self._stepper = Stepper(self.loop, stepped=self._end_step)
         self.loop.pending = self._stepper.pending
         self._passes = Passes(self.loop, self._stepper, self._draws)
@@ -283,6 +283,15 @@ class Session:
             loop.warn(drawn)
         loop.end_step()
         self._hooks.ended_step(self)
+
+    @property
+    def first_draw(self) -> str:
+        """The place of the loop's first random draw under global draws, such as `train.py:12 (aten.randn.default)`."""
+        return self._draws.first
+
+    def draw_by_rank(self) -> None:
+        """Have each rank draw its own random numbers from the next share on."""
+        self._draws.draw_by_rank()
 
     def exchange_by(self, exchange: base.Exchange) -> None:
         """Exchange gradients by `exchange` from the next global batch on (*collective*)."""

@@ -10,7 +10,7 @@ import torch
 
 from .. import _torch
 from ..world.world import World
-from .random_operators import Draw, user_line
+from .random_operators import Draw
 
 
 class DrawWatch:
@@ -64,14 +64,8 @@ class _Watcher(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not draw.is_random:
                 pass
             elif generator is None:
-                self.first = self.first or _place(draw)
+                self.first = self.first or draw.place
             elif self.own is None and math.prod(draw.shape) > 1:
                 state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
-                self.own = _place(draw), state
+                self.own = draw.place, state
         return func(*args, **kwargs)
-
-
-def _place(draw: Draw) -> str:
-    """Return the user's line and the operator: `train.py:12 (aten.randn.default)`."""
-    file, line = user_line()
-    return f"{file}:{line} ({draw.func})" if file else f"The model ({draw.func})"

@@ -32,7 +32,7 @@ from ..world.random_state import Generators, seed_all
 from ..world.world import World
 from .layout import Layout, Share
 from .mixing import Permutations
-from .random_operators import Draw, user_line
+from .random_operators import Draw, place_of, user_line
 
 _PURPOSE = 9  # no other seeds of a run have this number
 _RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -59,6 +59,8 @@ class GlobalDraws:
         self._joined: set[tuple[int, ...]] = set()  # blocks of tensors joined in this micro-batch
         self._seen_readings: set[tuple[Any, ...]] = set()  # layouts of earlier draws
         self._generators: dict[int, torch.Generator] = {}  # the user's, used in this micro-batch
+        self.first = ""
+        """The place of the first draw; "" for none."""
 
     @property
     def is_active(self) -> bool:
@@ -125,10 +127,13 @@ class GlobalDraws:
         draw = Draw(func, args, kwargs)
         if (generator := draw.arguments.get("generator")) is not None:
             self._generators[id(generator)] = generator
-        if not draw.is_random or func.name().startswith("aten::randperm"):
+        if not draw.is_random:
+            return func(*args, **kwargs)
+        self.first = self.first or draw.place
+        if func.name().startswith("aten::randperm"):
             return func(*args, **kwargs)
         if draw.is_fused:
-            raise RequestError(f"draws='global' cannot draw alike on all ranks within {func}, a fused operator.")
+            raise RequestError(f"draws='global': {draw.place}, a fused operator, cannot draw alike on all ranks.")
         return draw.run(self._layout(draw), self._share, self._world)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,8 +176,8 @@ class GlobalDraws:
             return
         if is_packed and not self._is_alone:
             raise RequestError(
-                "draws='global' cannot draw the dropout of a recurrent net on a packed sequence alike on all ranks; "
-                "pass it the padded tensor, or dropout=0."
+                f"draws='global': {place_of('a recurrent net')} cannot draw the dropout of a packed sequence alike on "
+                "all ranks; pass it the padded tensor, or dropout=0."
             )
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if not is_packed and not args[0].shape[0 if args[8] else 1] % self._share.rows:
@@ -207,7 +212,7 @@ class GlobalDraws:
             layout = flat or second
         else:
             raise RequestError(
-                f"draws='global': {draw.func} draws a tensor of shape {shape}, which may or may not be for the "
+                f"draws='global': {draw.place} draws a tensor of shape {shape}, which may or may not be for the "
                 f"{counted(share.rows, 'sample')} of this rank; draw it within along(0), along(1) or along(None), "
                 "which state the samples' dimension."
             )
@@ -221,7 +226,7 @@ class GlobalDraws:
             return None
         if dimension >= len(shape) or shape[dimension] % self._share.rows:
             raise RequestError(
-                f"along({dimension}): {draw.func} draws a tensor of shape {shape}, which has no multiple of this "
+                f"along({dimension}): {draw.place} draws a tensor of shape {shape}, which has no multiple of this "
                 f"rank's {counted(self._share.rows, 'sample')} there; state the samples' dimension, or None."
             )
         return Layout(dimension, self._blocks(shape[dimension] // self._share.rows))

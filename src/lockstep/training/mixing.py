@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import RequestError
 from ..world.world import World
 from .layout import BY_SAMPLE, Share
+from .random_operators import place_of
 
 _GETTERS = {"__get__", "dim", "size", "numel", "__len__", "is_floating_point"}
 _MOVES = {"to", "cuda", "cpu"}
@@ -68,9 +69,10 @@ class Permutations:
             or tensor.shape[:1] != (share.rows,)
         ):
             raise RequestError(
-                f"draws='global': {name} takes a permutation of the global micro-batch, torch.randperm({share.rows}), "
-                f"which can only index the first dimension of a tensor of this rank's {share.rows} samples, as in "
-                "x[perm] or x.index_select(0, perm); draw any other permutation within along(None)."
+                f"draws='global': {place_of(name)} takes a permutation of the global micro-batch, "
+                f"torch.randperm({share.rows}), which can only index the first dimension of a tensor of this rank's "
+                f"{share.rows} samples, as in x[perm] or x.index_select(0, perm); draw any other permutation within "
+                "along(None)."
             )
         part = tensor[(slice(None), *rest)] if rest else tensor
         indices = permutation.to(part.device, copy=True)  # no permutation: the backward pass uses it otherwise

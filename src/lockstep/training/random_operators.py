@@ -62,6 +62,11 @@ class Draw:
         return (size,) if isinstance(size, int) else tuple(size)
 
     @property
+    def place(self) -> str:
+        """The user's line and the operator: `train.py:12 (aten.randn.default)`."""
+        return place_of(self.func)
+
+    @property
     def is_fused(self) -> bool:
         """Whether the operator computes something, and draws within it."""
         return not _RATES.isdisjoint(self._signature.names)
@@ -126,6 +131,12 @@ def user_line() -> tuple[str, int]:
     while frame is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_of(what: Any) -> str:
+    """Return the user's line and `what` is called there: `train.py:12 (aten.randn.default)`."""
+    file, line = user_line()
+    return f"{file}:{line} ({what})" if file else f"The model ({what})"
 
 
 @cache
