@@ -93,6 +93,16 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: str, values:
     assert cause.sentence.startswith(named.get(values.get("model", ""), "")), "layer or state is named"
 
 
+def test_global_draws_are_those_of_one_process_but_in_micro_batches_and_threads(pool: RankPool) -> None:
+    both = examined(pool, "ddp", "dp", ranks=3, model="dropping", draws="global")
+    *whole, parts = both["ddp"].rows
+    assert all(row.gap < 1e-12 for row in whole)
+    assert parts.gap > 1e-3
+    for answer in both.values():
+        assert causes(answer) == ["randomness"]
+        assert answer.by_design
+
+
 def test_parameters_that_the_loss_reaches_on_some_ranks_alone_agree(pool: RankPool) -> None:
     answer = examined(pool, model="Branching")["ddp"]
     assert answer.agrees

@@ -176,7 +176,7 @@ def _why(ours: Series, base: Series) -> str:
         return f": each rank draws random numbers of its own, since those of one device failed ({undrawn.rstrip('.')})"
     if place and (parts := ours.draw_parts) != (whole := base.draw_parts):
         part = "replica in a process" if parts[0] != whole[0] else "micro-batch"
-        return f": each {part} draws random numbers of its own ({place})"
+        return f": each {part} draws random numbers of its own; the first: {place}"
     return ""
 
 

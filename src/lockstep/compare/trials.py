@@ -42,16 +42,14 @@ def done(folder: Path) -> Trial | None:
 def measure(name: str, folder: Path, words: Words, *, limit_s: float) -> Trial:
     """Return the trial of a variant whose first losses are compared; `words` follow the internal verb.
 
-    Where ranks cannot draw as one device does, or those steps fail for another reason, the variant is measured once
+    Where it fails before they are made, as where ranks cannot draw as one device does, the variant is measured once
     more with its own draws, and the result's "undrawn" says why. Raises as `once` does.
     """
     begun_s = time.monotonic()
     trial = once(name, folder, ("compare", "measured", *words), limit_s=limit_s)
     left_s, run = limit_s - (time.monotonic() - begun_s), folder / RUN
-    if not trial.failed or left_s <= 0 or not (run / FILE).exists():
-        return trial
-    steps = record(run)
-    if not steps.start or len(steps.losses) >= measured.COMPARED:
+    steps = len(record(run).losses) if (run / FILE).exists() else 0  # a run that was refused leaves no folder
+    if not trial.failed or left_s <= 0 or steps >= measured.COMPARED:
         return trial
 
     def result() -> dict[str, Any]:

@@ -152,7 +152,9 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
             found[cause.name] = cause.merged(found.get(cause.name, cause))
     reasons = []
     for name in found:
-        reasons.append("the model's own randomness is drawn by each rank for itself" * (name == "randomness"))
+        reasons.append(
+            "the model's own randomness is drawn by each rank and micro-batch for itself" * (name == "randomness")
+        )
         if name == "local BatchNorm" and not alone and not bench.job(strategy).method.can_sync_batchnorm:
             reasons[-1] = f"each replica has batch statistics of its own under {strategy}: another model"
     by_design = "; ".join(reasons) if all(reasons) and not unlike else ""

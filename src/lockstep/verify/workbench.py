@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange.base import BACKWARD, Header, Part, Pass
 from ..steps.job import Job, assemble
+from ..training.draws import GlobalDraws
 from ..world.random_state import seed_all
 from ..world.world import World
 from .curve import FLOOR
@@ -135,13 +136,18 @@ class Workbench:
         `seed` is of the model's own randomness.
         """
         if KINDS[strategy].has_ranks:
-            return self._compute(self.job(strategy), self._share(case, same="data" in off), case, off)
+            return self._compute(self.job(strategy), self._share(case, same="data" in off), case, off, seed=seed)
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
             x, y = self.read(case)
             micros = [(x[rows], y[rows]) for rows in case.share(0, 1)]
             return self._compute(self.job(strategy), micros, case, off, seed=seed)
+
+    def has_global_draws(self, strategy: str, case: Case) -> bool:
+        """Whether draws under `strategy` are those of one process; never in micro-batches and threads."""
+        is_alike = KINDS[strategy].process_per_device or strategy == ONE
+        return self.config.batch.draws == "global" and is_alike and case.accumulation == 1
 
     def _check_reference(self) -> None:
         """Raise `RequestError` where one process has no usable gradients."""
@@ -183,10 +189,15 @@ class Workbench:
     def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, seed: int | None = None) -> dict[str, Tensor]:
         job.model.zero_grad()
         loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
-        with switched(job.model, off, job.method.devices), warnings.catch_warnings():
+        with switched(job.model, off, job.method.devices), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
                 seed_all(seed)
+            elif self.config.batch.draws == "global" and case.accumulation == 1:
+                (rows,) = case.share(job.world.rank, job.world.size)
+                draws = GlobalDraws(job.world, self.config.seed)
+                draws.begin(rows.start, rows.stop - rows.start, case.size, 0)
+                stack.callback(draws.end)
             if self.step is None:
                 dataclasses.replace(job, loss_fn=loss_fn).train_step(case.size, micros)
             else:
