@@ -68,6 +68,60 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert "holds another comparison" in refusal(capsys, "compare", *words, "train.py", "x")
 
 
+DROPPING = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+import lockstep
+
+class ViT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 4))
+
+    def forward(self, x):
+        return self.head(self.encoder(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+session = lockstep.session()
+model = ViT()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+data = TensorDataset(torch.randn(80, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(80) % 4)
+model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=20, shuffle=True))
+for epoch in session.epochs(2):
+    for x, y in loader:
+        share, perm = torch.distributions.Beta(0.4, 0.4).sample(), torch.randperm(len(x))
+        DRAW
+        scores = model(share * x + (1 - share) * x[perm])
+        session.backward(share * cross_entropy(scores, y) + (1 - share) * cross_entropy(scores, y[perm]))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("draw", "why"), [("", ""), ("y = y * (torch.rand(2 * len(x)) < 0.9)[: len(x)]", "train.py:26 (aten.rand.default)")]
+)
+def test_a_model_with_dropout_is_the_same_on_several_ranks_where_they_can_draw_alike(
+    draw: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rounds, "_FEWEST", 1)
+    monkeypatch.setattr(rounds, "_widest", lambda _: 0.0)
+    Path("train.py").write_text(DROPPING.replace("DRAW", draw))
+    words = ["--vary", "devices=1,2", "--steps", "8", "--accelerator", "cpu", "--output", "found", "--budget", "5m"]
+    assert main(["compare", *words, "train.py"]) == 0
+    report = json.loads((tmp_path / "found" / "report.json").read_text())
+    two = report["rows"][1]
+    assert two["same_model"] == (not why)
+    assert (two["loss_gap"] < 1e-5) == (not why)
+    (sentence,) = [each for each in report["answer"] if each.startswith("Not the same" if why else "The same model")]
+    assert why in sentence
+
+
 @pytest.mark.long
 def test_a_job_is_forecast_and_what_was_measured_of_it_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -493,7 +493,8 @@ def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path:
         (
             {"first_draw": "a.py:3 (aten.rand)"},
             {"accumulation": 2},
-            "its losses differ by 9.9e-03: each micro-batch draws random numbers of its own; the first: a.py:3 (aten.rand)",
+            "its losses differ by 9.9e-03: each micro-batch draws random numbers of its own; the first: a.py:3 "
+            "(aten.rand)",
         ),
         (
             {"undrawn": "a.py:3 draws a tensor."},
