@@ -61,9 +61,9 @@ def measure() -> Report:
                 )
             )
     for name, (_, _, goal) in TRAININGS.items():
-        found = launch(partial(_trainings, name), configured(strategy="ddp", devices=2, accelerator="cpu"))
-        assert found is not None
-        one, two = (Series(tuple(found[subject])) for subject in ("one", "two"))
+        speeds = launch(partial(_trainings, name), configured(strategy="ddp", devices=2, accelerator="cpu"))
+        assert speeds is not None
+        one, two = (Series(tuple(speeds[subject])) for subject in ("one", "two"))
         quotient = two.per(one)
         met.append(quotient.median >= goal)
         rows.append(

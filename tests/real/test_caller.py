@@ -23,7 +23,7 @@ def state():
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "excepthook": sys.excepthook,
-        "exit": sys.exit,
+        "exit": (sys.exit, exit, quit),
     }
 
 def train():
@@ -47,6 +47,7 @@ if __name__ == "__main__":
     same("elastic")
     import torch.distributed.elastic.multiprocessing  # after which a session finds torch's loggers
     session = lockstep.session(deterministic=True)
+    assert state()["exit"] == before["exit"]
     assert session.sum(1) == 1
     session.close()
     same("a session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -35,7 +36,8 @@ def main(output, *way):
     for epoch in session.epochs(3):
         for x, y in loader:
             if way and session.step == 5 and session.rank == session.world.size - 1:
-                os.kill(os.getpid(), signal.SIGTERM) if way == ("stop",) else labels()
+                ways = {"stop": lambda: os.kill(os.getpid(), signal.SIGTERM), "exit": lambda: sys.exit(3)}
+                ways.get(way[0], labels)()
             session.backward(nn.functional.cross_entropy(net(x), y))
             optimizer.step()
             optimizer.zero_grad()
@@ -43,8 +45,8 @@ def main(output, *way):
 if __name__ == "__main__":
     main(*sys.argv[1:])
 """
-"""A loop of a user's own: `train.py OUTPUT`; where a second word follows, its last rank fails at step 5, or is asked to
-stop."""
+"""A loop of a user's own: `train.py OUTPUT`; where a second word follows, its last rank fails at step 5, exits, or is
+asked to stop."""
 
 
 def looped(folder: Path) -> tuple[Path, list[tuple[int, float]]]:
@@ -105,7 +107,7 @@ def test_a_script_alone_ends_as_it_should(way: str, code: int, told: str, tmp_pa
     ended = _alone(tmp_path, way)
     assert (ended.code, ended.err) == (code, told)
     assert ended.out.count("\nrank 0 ends with ") == 1
-    assert ended.out.endswith("ends with SystemExit(3)\n") == (code == 3 and not told)
+    assert ended.out.endswith("ends with None\n") == (way in ("exit", "quits", "words", "read"))
 
 
 def test_an_error_of_a_script_alone_looks_as_under_python(tmp_path: Path) -> None:
@@ -145,9 +147,22 @@ def test_ranks_of_torchruns_are_one_world_and_the_root_cause_is_shown_once(tmp_p
         assert frames(ours) == [(str(path), name) for name in ("<module>", "main", "broken")], ours
         assert str(path) not in "".join(file for file, _ in frames(torchs))
         assert "labels reach 10" in torchs[torchs.index("Root Cause") :]
-    exits = end(_start(tmp_path, *_torchrun(), "train.py", "exit"))
-    assert re.search(r"lockstep: Rank 1 failed.*: it called sys.exit\(3\) before it was done\n", exits.err)
-    assert re.search(r"exitcode +: 3 ", exits.err[exits.err.index("Root Cause") :])
+
+
+@pytest.mark.long
+def test_a_rank_that_exits_by_itself_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    ended = end(_start(tmp_path, *_torchrun(), "train.py", "run", "exit"))
+    assert ended.code == 1
+    assert re.search(r"lockstep: .*every rank has to (take|train) the same ", ended.err), ended.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 1
+
+
+def test_a_script_alone_that_exits_in_mid_training_keeps_its_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    ended = end(_start(tmp_path, "train.py", "run", "exit"))
+    assert ended.code == 3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] is None
 
 
 def test_a_loop_that_is_asked_to_stop_is_saved_and_continued(tmp_path: Path) -> None:

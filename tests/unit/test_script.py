@@ -43,8 +43,9 @@ def test_the_default_folder_has_the_scripts_name() -> None:
     assert folders.default_name(override(RunConfig(), model="train", data="")) == "train"
 
 
-def test_what_is_no_function_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", print)  # else `launch` would leave its own
+def test_what_is_no_function_is_not_launched() -> None:
+    hook = sys.excepthook
     main: Any = None  # what a function returns that was called by mistake
     with pytest.raises(RequestError, match="takes a function that each rank calls; found None"):
         lockstep.launch(main, devices=2)
+    assert sys.excepthook is hook

@@ -37,6 +37,7 @@ KINDS = (
     "records its steps",
     "calls session.backward outside of a loader's loop",
     "saves",
+    "closes its session or has ended its script",
 )
 (
     END_EPOCH,
@@ -46,6 +47,7 @@ KINDS = (
     RECORD,
     BACKWARD,
     SAVE,
+    CLOSE,
 ) = range(len(KINDS))
 
 

@@ -2,14 +2,14 @@
 
 Under `lockstep run [flags] train.py`, `Script` is a launcher's entry, and `take` returns the started world. Under
 `torchrun … train.py` or `python train.py`, without a launcher of ours, `own_process` joins the other ranks, reports
-errors at the top of the script, and leaves the world when the process ends. The rank of the root cause reports a
-script's error, with the script's frames alone.
+errors at the top of the script by `sys.excepthook`, and leaves the world when the session is closed, or else when the
+process ends. The rank of the root cause reports a script's error, with the script's frames alone. Python does not say
+with which code a process exits: ranks that do not end their scripts together are refused as any that make other calls.
 """
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import multiprocessing
 import runpy
 import sys
@@ -19,11 +19,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ..config.options import override
+from ..config.options import left_to_command, override
 from ..config.schema import DataConfig, ModelConfig, RunConfig
-from ..errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError
+from ..errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError, unknown
 from ..launchers import start
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
@@ -32,8 +32,7 @@ from .hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
     from ..world.world import World  # which imports torch; the command that starts a script does not
-
-_EXITS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+T = TypeVar("T")
 
 
 class ScriptError(RunError):
@@ -138,35 +137,43 @@ class _Function:
         return _ranked(self.function.__qualname__, self.function, Started(config, world, self.given))
 
 
+@overload
+def launch(entry: Callable[[RunConfig, World], T], config: RunConfig) -> T | None: ...
+@overload
+def launch(
+    entry: Callable[[], T],
+    *,
+    devices: int | None = None,
+    gpus: str = "",
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+    max_restarts: int = 0,
+    **options: Any,
+) -> T | None: ...
 def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options: Any) -> Any:
     """Run a function on every rank; return rank 0's result. Processes of other ranks return None.
 
     With a `config`, `entry(config, world)` is called. Without one, `entry()` is called and calls `lockstep.session()`,
-    on the ranks that `options` ask for, by the names of `lockstep run`'s flags: `launch(main, devices=2)`. A function
-    that several processes run must be importable by name. Raises a `LockstepError` for a failure in any rank.
+    on `devices` ranks of this machine (by default one for each GPU, or one on a CPU), on chosen `gpus` such as "0,1",
+    started again `max_restarts` times after a loss. Further `options` are the other flags of `lockstep run` by their
+    names, those of `lockstep.session` among them. A function that several processes run must be importable by name.
+    Raises `RequestError` for options that cannot be honoured, and a `LockstepError` for a failure in any rank, whose
+    `exit_code` is that of the command; a note has the trace of the rank that failed first.
     """
+    if not callable(entry):
+        raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
+    name = getattr(entry, "__name__", "function")
     try:
-        if not callable(entry):
-            raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
         if config is not None:
             return start.launch(entry, config)
-        name = getattr(entry, "__name__", "function")
+        for option in options:
+            if option.replace("_", "-") not in (known := left_to_command()):
+                raise unknown("option of lockstep.launch", option, known, "lockstep run --help lists all.")
         wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
         return start.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
-    except LockstepError:
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _tell
+    except RunError as error:
+        if error.trace:
+            error.add_note(visible(error.trace))
         raise
-
-
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught `LockstepError` in one sentence; exit with its code."""
-    if not isinstance(error, LockstepError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    sys.stderr.write(visible(error.trace) if isinstance(error, RunError) else "")
-    sys.stderr.write(told(str(error)))
-    raise SystemExit(error.exit_code)
 
 
 def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
@@ -225,10 +232,10 @@ class _OwnProcess:
     def __init__(self) -> None:
         self._kept = ExitStack()
         self._started: Started | None = None
-        self._exit: SystemExit | None = None
-        self._hook, sys.excepthook = sys.excepthook, self._fail
-        self._exits: dict[tuple[Any, str], Callable[..., NoReturn]]  # what they were
-        self._exits = {(owner, name): getattr(owner, name) for owner, name in _EXITS if hasattr(owner, name)}
+        self._seen = getattr(sys, "last_value", None)
+        self._hook = sys.excepthook
+        if not hasattr(sys, "ps1"):  # an error at a prompt ends nothing
+            sys.excepthook = self._fail
 
     def join(self, config: RunConfig) -> Started:
         """Join the world until the process ends."""
@@ -240,23 +247,17 @@ class _OwnProcess:
         self._started = Started(*self._kept.enter_context(start.joined(config)))
         self._started.world.progress.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
-        for owner, name in self._exits:
-            setattr(owner, name, self._note)  # Python tells nobody what a process is about to end with
         return self._started
-
-    def _note(self, code: Any = None) -> NoReturn:
-        self._exit = SystemExit(code)
-        self._exits[sys, "exit"](code)
 
     def leave(self) -> None:
         """Leave the world before the process ends. Python reports later errors."""
+        self._restore()
+        self._kept.close()
+
+    def _restore(self) -> None:
         atexit.unregister(self._end)
         if sys.excepthook == self._fail:
             sys.excepthook = self._hook
-        for (owner, name), own in self._exits.items():
-            if getattr(owner, name, None) == self._note:
-                setattr(owner, name, own)
-        self._kept.close()
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report an uncaught error, as `sys.excepthook`."""
@@ -268,26 +269,23 @@ class _OwnProcess:
         raise SystemExit(code)
 
     def _end(self) -> None:
-        """Leave the world at process exit."""
+        """Leave the world at process exit. Python's exit code stays, unless leaving fails."""
         # Where another excepthook has taken the place of ours, Python keeps the error that was told there.
-        error = self._exit or getattr(sys, "last_value", None)
-        code = self._leave(error)
-        if code := _status(error) if isinstance(error, SystemExit) else code:
+        error = getattr(sys, "last_value", None)
+        if code := self._leave(None if error is self._seen else error):
             bounded.leave(code)
 
     def _leave(self, error: BaseException | None) -> int:
         """Close, leave the world, report the error; return the exit code."""
         global _own
         _own = None
-        atexit.unregister(self._end)
+        self._restore()
         size, raises = 1, error
         if self._started is not None:
             size = self._started.world.size
             error, raises = self._started.end(error)
         elif error is not None:
             raises = _raised(error, 0)
-        if size == 1 and isinstance(error, SystemExit):
-            error = raises = None  # which Python reports
         try:
             self._kept.__exit__(None if raises is None else type(raises), raises, None)
         except BaseException as last:
@@ -295,7 +293,7 @@ class _OwnProcess:
         if raises is None:
             return 0
         is_own = isinstance(raises, ScriptError) or not isinstance(raises, LockstepError)
-        if error is not None and is_own:
+        if error is not None and (is_own or self._hook is not sys.__excepthook__):
             self._hook(type(error), error, error.__traceback__)
         if isinstance(raises, LockstepError) and not (is_own and size == 1):
             sys.stderr.write(told(str(raises)))

@@ -457,6 +457,7 @@ class Session:
         self._draws.end()
         try:
             if error is None:
+                self.exchange.meet(Header(base.CLOSE, self.step))
                 self._stepper.settle()
                 self.loop.finish()
         except BaseException as late:
@@ -467,6 +468,12 @@ class Session:
             self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
         if error is None:
             script.closed()
+
+    def _close_with_process(self, error: BaseException | None = None) -> None:
+        """Close at the end of the process. Python does not say whether a script in mid-training has failed."""
+        if self._in_epochs:
+            self.loop.exit = None
+        self.close(error)
 
 
 def _modules_so_far() -> Iterable[nn.Module]:

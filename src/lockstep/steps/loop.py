@@ -71,6 +71,8 @@ class Loop:
         """The number that the loop goes over; None for a loop that does not go over `session.epochs`."""
         self.steps: int | None = None  # of an epoch, where it is known
         self.total_steps = 0  # 0 where it is not known
+        self.exit: int | None = 0
+        """The exit code in the summary; None where it is not known."""
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
         self._world, self._saves, self._is_endless, self._on_resume = world, saves, is_endless, resumed
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
@@ -352,7 +354,7 @@ class Loop:
             "samples_per_s": meter.images / meter.train_s if meter.images else None,
             "data_wait_s": meter.wait_s,
             "output": shown(self.folder),
-            "exit": 0,
+            "exit": self.exit,
         }
 
     def close(self) -> None:
