@@ -151,8 +151,8 @@ the running variance is the biased one: nn/sync_batchnorm.py
 - found = mean, var, var * (count / (count - 1))
 + found = mean, var, var
 BatchNorm's backward pass forgets the other ranks: nn/sync_batchnorm.py
-- kernels.summed(ctx.layer.world, dot, total)
-+ ctx.layer.world.size * kernels.summed(World.alone(), dot, total)
+- kernels.summed(ctx.world, dot, total)
++ ctx.world.size * kernels.summed(World.alone(), dot, total)
 BatchNorm's mean is one of means: nn/sync_batchnorm.py
 - pooled = (found * shares).sum(0)
 + pooled = found.mean(0)
@@ -622,7 +622,7 @@ each micro-batch exchanges its gradients: compare/forecast.py
 + if True
 = ranks/test_measured.py::test_a_lone_rank_meets_the_exchanges_that_ranks_make
 a forecast sees no BatchNorm: compare/clock.py
-- if isinstance(module, SyncBatchNorm):
+- if synchronous(module) is not None:
 + if False:
 = unit/test_session.py::test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood
 a batch without a step is not counted: sessions/stepper.py

@@ -146,7 +146,11 @@ def replicate(module: nn.Module) -> nn.Module:
     copies: dict[nn.Module, nn.Module] = {}
     for each in module.modules():
         copy = each.__new__(type(each))
-        copy.__dict__ = each.__dict__.copy()
+        # What lockstep has put in the place of a method knows its object.
+        copy.__dict__ = {
+            name: moved_to(copy) if (moved_to := getattr(value, "moved_to", None)) else value
+            for name, value in each.__dict__.items()
+        }
         copy._parameters = each._parameters.copy()
         copy._buffers = {name: None if held is None else held.clone() for name, held in each._buffers.items()}
         copies[each] = copy

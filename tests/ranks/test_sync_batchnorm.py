@@ -70,7 +70,7 @@ def _on_ranks(world: World, kind: str, options: dict[str, Any], split: tuple[int
     start = sum(split[: world.rank])
     share = slice(start, start + split[world.rank])
     layer = sync_batchnorm.convert(_layer(kind, options), world)
-    assert isinstance(layer, sync_batchnorm.SyncBatchNorm)
+    assert sync_batchnorm.synchronous(layer)
     found, gradients, buffers = _run(layer, [(x[share], dy[share]) for x, dy in _batches(kind, sum(split))])
     return found, [world.sum(gradient) for gradient in gradients], buffers
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import fuse_conv_bn_eval
 
 from lockstep.errors import RequestError
 from lockstep.exchange.replicas import ThreadReplicas
 from lockstep.models import table
-from lockstep.nn.sync_batchnorm import FoldedBatchNorm2d, SyncBatchNorm, convert, fold, has_batchnorm
+from lockstep.nn.sync_batchnorm import SyncBatchNorm, convert, fold, has_batchnorm, is_folded, restore, synchronous
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
@@ -29,7 +34,7 @@ def _drawn(*shape: int, seed: int = 5) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _alone(channels: int = 21, **options: Any) -> SyncBatchNorm:
+def _alone(channels: int = 21, **options: Any) -> Any:
     return SyncBatchNorm.of(nn.BatchNorm2d(channels, **options), World.alone())
 
 
@@ -43,7 +48,7 @@ def test_conversion_keeps_layers_parameters_and_state(name: str) -> None:
     assert [(key, id(value)) for key, value in model.named_parameters()] == before
     assert list(model.state_dict()) == keys
     found = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
-    assert all(now is then and isinstance(now, SyncBatchNorm) for now, then in zip(found, norms, strict=True))
+    assert all(now is then and synchronous(now) for now, then in zip(found, norms, strict=True))
     assert has_batchnorm(model) == bool(norms)
 
 
@@ -53,8 +58,12 @@ def test_every_kind_of_torchs_is_converted_and_others_are_refused() -> None:
             return super().forward(x).relu()
 
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm3d(3), nn.SyncBatchNorm(3))
-    assert not any(isinstance(each, SyncBatchNorm) for each in convert(model, World.alone()).children())
-    assert all(isinstance(each, SyncBatchNorm) for each in convert(model, PAIR).children())
+    kinds = [type(each) for each in model]
+    assert not any(synchronous(each) for each in convert(model, World.alone()).children())
+    assert all(synchronous(each) for each in convert(model, PAIR).children())
+    assert [type(each) for each in model] == kinds
+    restore(model)
+    assert not any("forward" in vars(each) for each in model)
     for layer in (WithActivation(3), nn.SyncBatchNorm(3, process_group=object())):
         with pytest.raises(RequestError, match=rf"Layer '0' is a {type(layer).__name__}.*--batchnorm local"):
             convert(nn.Sequential(layer), PAIR)
@@ -65,7 +74,7 @@ def test_only_layers_that_are_slow_on_a_cpu_are_folded() -> None:
         """Whatever it does, it stays."""
 
     model = fold(nn.Sequential(nn.BatchNorm2d(21), nn.BatchNorm2d(32), nn.BatchNorm1d(21), Own(21)))
-    assert [type(each) for each in model.children()] == [FoldedBatchNorm2d, nn.BatchNorm2d, nn.BatchNorm1d, Own]
+    assert [is_folded(each) for each in model.children()] == [True, False, False, False]
 
 
 SHAPES = [(6, 3, 4, 4), (4, 21, 8, 8), (3, 5, 3, 3), (2, 32, 5, 7), (5, 7, 1, 1)]
@@ -121,6 +130,36 @@ def test_a_copy_computes_the_same_apart_from_the_original() -> None:
     assert [int(each.get_buffer("0.num_batches_tracked")) for each in (copied, model)] == [2, 1]
 
 
+def test_pickles_and_what_torch_makes_of_a_model_are_plain(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
+    expected, x = copy.deepcopy(model), _drawn(4, 3, 6, 6)
+    expected(x)
+    convert(model, PAIR)
+    model(x)
+    torch.save(model, tmp_path / "model.pt")
+    read = (
+        "import sys, torch; model, y = torch.load('model.pt', weights_only=False), torch.load('y.pt')"
+        "; assert type(model[1]) is torch.nn.BatchNorm2d, model"
+        "; torch.testing.assert_close(model.eval()(torch.load('x.pt')), y)"
+        "; assert 'lockstep' not in sys.modules"
+    )
+    torch.save(x, tmp_path / "x.pt")
+    torch.save(expected.eval()(x), tmp_path / "y.pt")
+    subprocess.run([sys.executable, "-c", read], cwd=tmp_path, check=True)
+    fused = fuse_conv_bn_eval(*model.eval())
+    torch.testing.assert_close(fused(x), expected(x))
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(x), expected(x))
+
+
+def test_a_model_is_freed_without_the_garbage_collector() -> None:
+    model = convert(nn.Sequential(nn.BatchNorm2d(4)), PAIR)
+    norm = weakref.ref(model[0])  # type: ignore[index]
+    model(_drawn(4, 4, 2, 2))
+    del model
+    assert norm() is None
+
+
 def test_replicas_in_threads_have_statistics_of_their_own() -> None:
     x = _drawn(6, 21, 4, 4).to(memory_format=torch.channels_last)
     found = []
@@ -136,9 +175,8 @@ def test_too_few_values_and_other_channels_are_told() -> None:
         with pytest.raises(ValueError, match="more than 1 value per channel in training, found 1"):
             SyncBatchNorm.of(nn.BatchNorm2d(21), world)(torch.zeros(1, 21, 1, 1))
     for shape in ((4, 32, 2, 2), (21,)):
-        for training in (True, False):
-            with pytest.raises(ValueError, match="BatchNorm of 21 channels takes"):
-                _alone(track_running_stats=False).train(training)(torch.zeros(shape))
+        with pytest.raises(ValueError, match="BatchNorm of 21 channels takes"):
+            _alone(track_running_stats=False)(torch.zeros(shape))
 
 
 def test_a_compiler_leaves_the_exchange_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,9 +191,11 @@ def test_a_compiler_leaves_the_exchange_alone(caplog: pytest.LogCaptureFixture) 
     x = _drawn(5, 1, 8, 8)
     try:
         torch.compile(model, backend=backend)(x).sin().sum().backward()
+        evaluated = torch.compile(copy.deepcopy(model).eval(), backend="eager", fullgraph=True)(x)
     finally:
         torch.compiler.reset()
     plain(x).sin().sum().backward()
+    torch.testing.assert_close(evaluated, copy.deepcopy(plain).eval()(x))
     assert len(graphs) == 2, "what comes before it, and what comes after"
     told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert not told, "else a page of text for each layer"

@@ -129,24 +129,24 @@ def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -
     """
     from torch import nn
 
-    from ..nn.sync_batchnorm import SyncBatchNorm
+    from ..nn.sync_batchnorm import synchronous
     from .timeline import GATHER, GRADIENT, REDUCE
 
     def marking(kind: str, size_bytes: int, number: int = -1) -> Any:
         return lambda *_: clock.mark((kind, size_bytes, number))
 
-    def before_norm(module: SyncBatchNorm, _: Any) -> None:
+    def before_norm(module: Any, _: Any) -> None:
         if module.training:  # mean, variance, count
             marking(GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES)()
 
-    def after_norm(module: SyncBatchNorm, _: Any, output: Tensor) -> None:
+    def after_norm(module: Any, _: Any, output: Tensor) -> None:
         if module.training and output.requires_grad:
             kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
             output.register_hook(marking(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
     held = nn.ModuleList(models)  # a parameter that models share counts once
     for module in held.modules():
-        if isinstance(module, SyncBatchNorm):
+        if synchronous(module) is not None:
             module.register_forward_pre_hook(before_norm)
             module.register_forward_hook(after_norm)
     for number, each in enumerate(held.parameters()):

@@ -12,80 +12,85 @@ The gradients of weight and bias stay those of the rank's own samples: the strat
 only stand in, or that has none, joins both collectives with zeros. torch's own `SyncBatchNorm` refuses a CPU, and on a
 GPU the host waits once a layer, to find the ranks without a sample. Here the global count stays on the device: no host
 waits.
+
+The layers stay the objects that they are, and of their classes: each has its `forward` replaced (see `attach`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from .._torch import BatchNorm
 from ..errors import RequestError
 from ..world.world import World
 from . import cpu_kernels, cuda_kernels
+from .attach import Attached, attach
 
 _EAGER: list[Callable[..., Tensor]] = []  # `SyncBatchNorm._synchronised` as a compiler leaves it alone
 
 
-class SyncBatchNorm(BatchNorm):
-    """BatchNorm1d, 2d and 3d over the samples of all ranks of `world`.
+class SyncBatchNorm:
+    """Forward of BatchNorm1d, 2d and 3d layers over the samples of all ranks of `world`, in place of their own.
 
-    Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training `forward` and the
-    backward pass are *collective*; in evaluation nothing is communicated. No second derivatives.
+    Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training, calls and the backward pass
+    are *collective*; in evaluation the layer's own forward is called. No second derivatives.
     """
 
-    world: World
     stand_in: ClassVar[bool] = False
     """Whether this rank's samples stand in for an empty share, and are left out of all statistics."""
 
-    @classmethod
-    def of(cls, norm: BatchNorm, world: World) -> SyncBatchNorm:
-        """Make `norm`, the same object, synchronous over `world`, and return it."""
-        norm.__class__ = cls
-        norm.world = world  # type: ignore[assignment]
-        return norm  # type: ignore[return-value]
+    def __init__(self, world: World, *, is_folded: bool = False) -> None:
+        self.world, self.is_folded = world, is_folded
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normalised as the global micro-batch is (*collective* in training)."""
+    @classmethod
+    def of(cls, norm: BatchNorm, world: World, *, is_folded: bool = False) -> BatchNorm:
+        """Make `norm`, the same object, synchronous over `world`, and return it."""
+        attach(norm, "forward", cls(world, is_folded=is_folded), copies=True)
+        return norm
+
+    def __call__(self, forward: partial[Tensor], input: Tensor) -> Tensor:
+        """Return the input normalised as the global micro-batch is (*collective* in training)."""
+        norm: BatchNorm = forward.args[0]
+        if not norm.training:
+            return forward(input)
         # torch's kernels do not check it, and would read beyond the weights.
-        if x.dim() < 2 or x.shape[1] != self.num_features:
-            asked = f"(N, {self.num_features}) or (N, {self.num_features}, …)"
-            raise ValueError(f"BatchNorm of {self.num_features} channels takes {asked}, found {tuple(x.shape)}")
-        if not self.training:
-            mean, var = self.running_mean, self.running_var
-            return functional.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
+        if input.dim() < 2 or input.shape[1] != norm.num_features:
+            asked = f"(N, {norm.num_features}) or (N, {norm.num_features}, …)"
+            raise ValueError(f"BatchNorm of {norm.num_features} channels takes {asked}, found {tuple(input.shape)}")
         if not torch.compiler.is_compiling():
-            return self._synchronised(x)
+            return self._synchronised(norm, input)
         # Ranks whose shares differ have different programs, which only Python's order keeps in step.
         if not _EAGER:  # made where there is a compiler: importing it takes as long as torch itself
             _EAGER.append(torch.compiler.disable(SyncBatchNorm._synchronised))  # type: ignore[no-untyped-call]
-        y: Tensor = _EAGER[0](self, x)
+        y: Tensor = _EAGER[0](self, norm, input)
         return y
 
-    def _synchronised(self, x: Tensor) -> Tensor:
+    def _synchronised(self, norm: BatchNorm, x: Tensor) -> Tensor:
         if x.is_cuda:
             x = cuda_kernels.dense(x)
-        mean, var, unbiased, count = _global_statistics(x.detach(), self.world, self.eps)
-        self._track(mean, unbiased)
-        y: Tensor = _Normalise.apply(x, self.weight, self.bias, mean, var, count, self)
+        mean, var, unbiased, count = _global_statistics(x.detach(), self.world, norm.eps)
+        _track(norm, mean, unbiased)
+        y: Tensor = _Normalise.apply(x, norm.weight, norm.bias, mean, var, count, self.world, norm.eps)
         return y
 
-    def _track(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics towards those of a batch; `var` is unbiased."""
-        running_mean, running_var, batches = self.running_mean, self.running_var, self.num_batches_tracked
-        if running_mean is None or running_var is None or batches is None:
-            return
-        batches.add_(1)
-        # Without a momentum the running statistics are the plain average over all batches so far.
-        momentum = 1 / batches.to(running_mean.dtype) if self.momentum is None else self.momentum
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_(var.to(running_var.dtype), momentum)
+
+def _track(norm: BatchNorm, mean: Tensor, var: Tensor) -> None:
+    """Move the running statistics towards those of a batch; `var` is unbiased."""
+    running_mean, running_var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    if running_mean is None or running_var is None or batches is None:
+        return
+    batches.add_(1)
+    # Without a momentum the running statistics are the plain average over all batches so far.
+    momentum = 1 / batches.to(running_mean.dtype) if norm.momentum is None else norm.momentum
+    running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    running_var.lerp_(var.to(running_var.dtype), momentum)
 
 
 @np.errstate(all="ignore")  # a run that diverges is reported by its loss
@@ -125,11 +130,12 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, count: Any, layer: SyncBatchNorm
+        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, count: Any, world: World, eps: float
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.layer, ctx.counts = count, layer, x.numel() > 0 and not SyncBatchNorm.stand_in
-        y: Tensor = _kernels(x).normalise(x, mean, var, weight, bias, layer.eps)
+        ctx.count, ctx.world, ctx.eps = count, world, eps
+        ctx.counts = x.numel() > 0 and not SyncBatchNorm.stand_in
+        y: Tensor = _kernels(x).normalise(x, mean, var, weight, bias, eps)
         return y
 
     @staticmethod
@@ -139,61 +145,69 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         if x.is_cuda:
             dy = cuda_kernels.dense(dy, like=x)
-        kernels, eps = _kernels(x), ctx.layer.eps
+        kernels, eps = _kernels(x), ctx.eps
         if ctx.counts:
             dot, total = kernels.sums(dy, x, weight, mean, var, eps)
         else:  # a stand-in, or no sample, by whose number torch's CPU kernel would divide (SIGFPE)
             dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[0]:
-            means = kernels.summed(ctx.layer.world, dot, total) / ctx.count
+            means = kernels.summed(ctx.world, dot, total) / ctx.count
             dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means) if ctx.counts else torch.zeros_like(x)
-        return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 4
+        return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
 
 
-class FoldedBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """BatchNorm2d over its own rank's samples, by the kernels of `cpu_kernels`."""
-
-
-_SYNCHRONOUS: dict[type[BatchNorm], type[SyncBatchNorm]] = {nn.SyncBatchNorm: SyncBatchNorm} | {
-    kind: type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {})
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-}
-"""Synchronous class for each of torch's kinds; those for 1d to 3d are subclasses of their kinds, too."""
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def convert(model: nn.Module, world: World) -> nn.Module:
     """Return `model` with every BatchNorm made synchronous over `world`.
 
     A world of one rank changes nothing.
-    Layers stay the objects that they are, and of their kinds. torch's `SyncBatchNorm` changes too, unless it has a
+    Layers stay the objects that they are, of their classes. torch's `SyncBatchNorm` changes too, unless it has a
     process group of its own. Raises `RequestError` for a kind of BatchNorm whose own behaviour would be dropped.
     """
     if world.size == 1:
         return model
-    plain = {name: norm for name, norm in _norms(model) if not isinstance(norm, SyncBatchNorm)}
+    plain = {name: norm for name, norm in _norms(model) if synchronous(norm) is None}
     for name, norm in plain.items():
-        if type(norm) not in _SYNCHRONOUS or getattr(norm, "process_group", None) is not None:
+        if type(norm) not in _KINDS or getattr(norm, "process_group", None) is not None or "forward" in vars(norm):
             raise RequestError(
                 f"Layer {name!r} is a {type(norm).__name__}, a BatchNorm of its own kind, which cannot be made "
                 f"synchronous; use --batchnorm local, or nn.BatchNorm in the model."
             )
     for norm in plain.values():
-        _SYNCHRONOUS[type(norm)].of(norm, world)
+        SyncBatchNorm.of(norm, world)
     return model
+
+
+def restore(model: nn.Module) -> None:
+    """Give all BatchNorms of `model` their own forward back."""
+    for _, norm in _norms(model):
+        forward = vars(norm).get("forward")
+        if isinstance(forward, Attached) and isinstance(forward.by, SyncBatchNorm):
+            forward.remove()
+
+
+def synchronous(module: nn.Module) -> SyncBatchNorm | None:
+    """Return what a layer that `convert` or `fold` has changed computes by; None for any other module."""
+    forward = vars(module).get("forward")
+    by = forward.by if isinstance(forward, Attached) else None
+    return by if isinstance(by, SyncBatchNorm) else None
 
 
 def fold(model: nn.Module) -> nn.Module:
     """Return `model` with BatchNorm2ds that `cpu_kernels` speeds up made folded ones."""
     for _, norm in _norms(model):
-        if type(norm) is nn.BatchNorm2d and norm.num_features % cpu_kernels.FOLD:
-            FoldedBatchNorm2d.of(norm, World.alone())
+        is_plain = type(norm) is nn.BatchNorm2d and "forward" not in vars(norm)
+        if is_plain and norm.num_features % cpu_kernels.FOLD:
+            SyncBatchNorm.of(norm, World.alone(), is_folded=True)
     return model
 
 
 def is_folded(model: nn.Module) -> bool:
     """Return whether `fold` has changed a layer of `model`."""
-    return any(isinstance(norm, FoldedBatchNorm2d) for _, norm in _norms(model))
+    return any((by := synchronous(norm)) is not None and by.is_folded for _, norm in _norms(model))
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .. import _torch
+from ..nn.attach import attach
 from ..steps.prepared import Source
 from ..training.optim import zero_grad
 from ..training.precision import Precision, cast
 from ..world.world import World
-from .attach import attach
 
 
 def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:

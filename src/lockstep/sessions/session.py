@@ -36,6 +36,7 @@ from ..exchange.base import Header
 from ..exchange.batch import check_loss, on_device
 from ..exchange.method import exchange_of
 from ..nn import sync_batchnorm
+from ..nn.attach import attach, gate_schedule
 from ..record.telemetry import SAMPLED
 from ..runs.run import Opened
 from ..steps.loop import Loop
@@ -44,7 +45,6 @@ from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World
 from . import collectives, parts, script
-from .attach import attach, gate_schedule
 from .first_step import FirstStep
 from .hooks import NO_HOOKS, Hooks
 from .passes import Passes
@@ -150,7 +150,9 @@ class Session:
         if isinstance(part, nn.Module):
             if sync_batchnorm.has_batchnorm(part):
                 prepared.batchnorm = "local" if self.loop.config.parallel.batchnorm == "local" else "sync"
-                part = part if prepared.batchnorm == "local" else sync_batchnorm.convert(part, self.world)
+                if prepared.batchnorm == "sync":
+                    sync_batchnorm.convert(part, self.world)
+                    self._held.callback(sync_batchnorm.restore, part)
             number = len(prepared.models) + 1
             part = parts.place(part, self.world, self.precision)
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
@@ -457,7 +459,7 @@ class Session:
         self._draws.end()
         try:
             if error is None:
-                self.exchange.meet(Header(base.CLOSE, self.step))
+                self.prepared.exchange.meet(Header(base.CLOSE, self.step))
                 self._stepper.settle()
                 self.loop.finish()
         except BaseException as late:
@@ -471,7 +473,7 @@ class Session:
 
     def _close_with_process(self, error: BaseException | None = None) -> None:
         """Close at the end of the process. Python does not say whether a script in mid-training has failed."""
-        if self._in_epochs:
+        if self.loop.epochs and not self.loop.is_finished:
             self.loop.exit = None
         self.close(error)
 
