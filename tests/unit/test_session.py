@@ -142,6 +142,7 @@ def test_a_mean_between_batches_needs_its_weight() -> None:
     ("part", "words"),
     [
         (lambda: iter([1]), "found a list_iterator"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "in DataParallel, and would exchange"),
         (lambda: DataLoader(images(), batch_size=None), "batch_size"),
         (lambda: DataLoader(images(), batch_sampler=BatchSampler(SequentialSampler(images()), 4, False)), "batch"),
     ],
@@ -586,3 +587,52 @@ def test_a_state_that_no_checkpoint_holds_is_reported_at_the_first_step(tmp_path
     reported = [row["text"] for row in events(tmp_path / "run", "warning")]
     name = {"saved": "", "none": "", "buffer": "calls"}.get(kind, "seen")
     assert [f"changes {name} in forward" in text for text in reported] == [True] * bool(name)
+
+
+def test_a_loss_that_a_scaler_has_scaled_is_recorded_as_it_was(tmp_path: Path) -> None:
+    recorded = []
+    for scale in (1.0, 65536.0):
+        run = tmp_path / str(scale)
+        ours, model, optimizer, loader = loop(output=str(run))
+        scaler = ours.prepare(torch.amp.GradScaler("cpu", init_scale=scale))
+        for batch in loader:
+            ours.backward(scaler.scale(loss_of(model, batch)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ours.close()
+        recorded.append([row["loss"] for row in events(run, "step")])
+    assert recorded[0] == pytest.approx(recorded[1])
+
+
+def test_a_scaler_beside_fp16_is_refused() -> None:
+    with pytest.raises(RequestError, match="precision='fp16' scales losses already"):
+        session(World.alone(), precision="fp16").prepare(torch.amp.GradScaler("cpu"))
+
+
+def test_a_compiled_model_computes_in_half_precision_and_saves_plain_names() -> None:
+    ours = session(World.alone(), precision="bf16")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    names, dtypes = list(model.state_dict()), list[torch.dtype]()
+    model[0].register_forward_hook(lambda *found: dtypes.append(found[-1].dtype))
+    prepared = ours.prepare(torch.compile(model, backend="eager"))
+    assert prepared(torch.zeros(5, 3)).dtype == torch.float32
+    assert dtypes[-1] == torch.bfloat16
+    assert list(ours.prepared.models["model"].state_dict()) == names
+
+
+def test_autocast_ends_with_the_outer_of_two_prepared_models() -> None:
+    ours = session(World.alone(), precision="bf16")
+    inner = nn.Linear(3, 3)
+    _, outer = ours.prepare(inner, nn.Sequential(inner, nn.Linear(3, 2)))
+    assert outer(torch.zeros(5, 3)).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_only_what_was_made_before_the_session_is_told() -> None:
+    early = nn.Linear(3, 2)
+    ours = session(World.alone())
+    ours.prepare(nn.Linear(3, 2))
+    assert not ours.prepared.cautions
+    ours.prepare(early)
+    assert ["made before lockstep.session()" in each for each in ours.prepared.cautions] == [True]

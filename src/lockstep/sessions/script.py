@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ..config.options import left_to_command, override
 from ..config.schema import DataConfig, ModelConfig, RunConfig
-from ..errors import LockstepError, RequestError, RunError, Stopped, UnmatchedError, unknown
+from ..errors import LockstepError, RequestError, RunError, UnmatchedError, unknown
 from ..launchers import start
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
@@ -232,6 +232,7 @@ class _OwnProcess:
     def __init__(self) -> None:
         self._kept = ExitStack()
         self._started: Started | None = None
+        self._code = 0
         self._seen = getattr(sys, "last_value", None)
         self._hook = sys.excepthook
         if not hasattr(sys, "ps1"):  # an error at a prompt ends nothing
@@ -261,12 +262,13 @@ class _OwnProcess:
 
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report an uncaught error, as `sys.excepthook`."""
-        code = self._leave(error)
-        if isinstance(error, KeyboardInterrupt):
-            return  # Python ends the process by the signal
-        if bounded.any_left() or code == Stopped.exit_code:
-            bounded.leave(code)
-        raise SystemExit(code)
+        self._code = self._leave(error)
+        if not isinstance(error, KeyboardInterrupt):  # by whose signal Python ends the process
+            atexit.register(self._exit)  # once the hooks that called this one have returned
+
+    def _exit(self) -> None:
+        atexit.unregister(self._exit)
+        bounded.leave(self._code)
 
     def _end(self) -> None:
         """Leave the world at process exit. Python's exit code stays, unless leaving fails."""

@@ -15,9 +15,9 @@ ranks while the last micro-batch's backward pass runs. Methods marked *collectiv
 from __future__ import annotations
 
 import contextlib
-import gc
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,9 +87,10 @@ class Session:
         self._stepper = Stepper(self.loop, stepped=self._end_step)
         self.loop.pending = self._stepper.pending
         self._passes = Passes(self.loop, self._stepper, self._draws)
+        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # by the user's GradScaler, and before
         self._first_step: FirstStep | None = None  # until it is made
         self._is_closed = False
-        self._before = {id(module) for module in _modules_so_far()} if prepared is None else set()
+        self._before = parts.modules_so_far() if prepared is None else {}
         if prepared is None:
             seed_weights(config.seed)
         else:
@@ -148,6 +149,7 @@ class Session:
     def _ready(self, part: Any) -> Any:
         prepared = self.prepared
         if isinstance(part, nn.Module):
+            parts.check_plain(part)
             if sync_batchnorm.has_batchnorm(part):
                 prepared.batchnorm = "local" if self.loop.config.parallel.batchnorm == "local" else "sync"
                 if prepared.batchnorm == "sync":
@@ -158,7 +160,7 @@ class Session:
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
             prepared.exchange.attach(part)
             self._watch(part)
-            if id(part) in self._before or id(_torch.inner(part)) in self._before:
+            if any(id(module) in self._before for module in (part, _torch.inner(part))):
                 prepared.cautions.append(
                     "the model was made before lockstep.session(): its weights do not follow from the seed, and "
                     "another start may draw others; call lockstep.session() first"
@@ -176,6 +178,8 @@ class Session:
             raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             prepared.others.append(part)
+            if isinstance(part, torch.amp.GradScaler):
+                self._take_scaler(part)
             if not isinstance(part, LRScheduler):
                 for held in vars(part).values() if hasattr(part, "__dict__") else ():
                     if isinstance(held, Optimizer):
@@ -196,6 +200,22 @@ class Session:
                 parts.step_by(optimizer, self._stepper.step)
             if optimizer is not outer:
                 prepared.inner.add(optimizer)
+
+    def _take_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Note the loss that a GradScaler has scaled, which is the one to record."""
+        if self.precision.scaler is not None:
+            raise RequestError(
+                "session.prepare was given a GradScaler, and precision='fp16' scales losses already: leave the "
+                "GradScaler out, or precision='fp16'."
+            )
+
+        def scale(method: Callable[..., Any], outputs: Any) -> Any:
+            scaled = method(outputs)
+            if isinstance(scaled, Tensor):
+                self._scaled = weakref.ref(scaled), outputs.detach()
+            return scaled
+
+        attach(scaler, "scale", scale)
 
     def _watch(self, model: nn.Module) -> None:
         """Have the model's forward say which batch it is called with."""
@@ -345,7 +365,8 @@ class Session:
             if handed is not None:
                 loop.note_samples(handed.indices, last=handed.share.last)
         progress.enter("backward")
-        self._stepper.backward(loss, handed, weight, reduction, retain_graph=retain_graph)
+        recorded = self._scaled[1] if self._scaled is not None and self._scaled[0]() is loss else loss
+        self._stepper.backward(loss, handed, weight, reduction, recorded=recorded, retain_graph=retain_graph)
         progress.enter("")
 
     def observe(self, grad_norm: Tensor | None, outputs: tuple[Tensor, Tensor] | None = None) -> None:
@@ -476,8 +497,3 @@ class Session:
         if self.loop.epochs and not self.loop.is_finished:
             self.loop.exit = None
         self.close(error)
-
-
-def _modules_so_far() -> Iterable[nn.Module]:
-    """Return the modules that exist."""
-    return (item for item in gc.get_objects() if isinstance(type(item), type) and issubclass(type(item), nn.Module))

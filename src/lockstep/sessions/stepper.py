@@ -84,9 +84,19 @@ class Stepper:
         self._batch.begin_micro_batch()
 
     def backward(
-        self, loss: Tensor, handed: Handed | None, weight: float | Tensor | None, reduction: str, *, retain_graph: bool
+        self,
+        loss: Tensor,
+        handed: Handed | None,
+        weight: float | Tensor | None,
+        reduction: str,
+        *,
+        recorded: Tensor,
+        retain_graph: bool,
     ) -> None:
-        """Add the gradients of this rank's loss (0-dim) to the batch's (*collective*). See `Session.backward`."""
+        """Add the gradients of this rank's loss (0-dim) to the batch's (*collective*). See `Session.backward`.
+
+        `recorded` is the loss to record: before a GradScaler of the user's has scaled it.
+        """
         factor, expected = self._factor(handed, weight, reduction)
         weight = _weighed(handed, weight)
         if weight is not None and reduction == "mean":
@@ -102,7 +112,7 @@ class Stepper:
             self._keeps_gradients = True
         self.share = handed
         self._batch.backward(
-            loss,
+            recorded,
             factor,
             weight,
             expected,
