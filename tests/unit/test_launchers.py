@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,9 +52,10 @@ def test_auto_finds_the_launcher_and_the_strategy(
     assert (planned.launcher, planned.config.parallel.strategy) == (launcher, strategy)
 
 
-def test_an_entry_that_other_processes_cannot_find_is_refused() -> None:
-    with pytest.raises(RequestError, match="top level of a module"):
-        launch(lambda config, world: None, config(devices=2), {})
+def test_an_entry_that_cannot_reach_other_processes_is_refused() -> None:
+    lock = threading.Lock()
+    with pytest.raises(RequestError, match=r"cannot be (sent to|run in) other processes"):
+        launch(lambda config, world: lock, config(devices=2), {})
 
 
 def known(answers: dict[tuple[Any, ...], Any]) -> Callable[..., Any]:

@@ -67,20 +67,50 @@ class Worker:
 def packed(entry: Entry, config: RunConfig) -> bytes:
     """Pickle entry and config for other processes of this program.
 
-    Raises `RequestError` for an entry, or a program, that those could not find.
+    A function that those cannot import, such as one of a notebook, is sent by value, by cloudpickle. Raises
+    `RequestError` where that is not installed, and for what cannot be sent.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
     called = getattr(entry, "function", entry)  # what an entry of ours calls
-    name, script = getattr(called, "__qualname__", str(called)), getattr(sys.modules["__main__"], "__file__", None)
+    name = getattr(called, "__qualname__", str(called))
     try:
-        if (script or "").startswith("<") or (script is None and getattr(called, "__module__", "") == "__main__"):
+        if _is_in_no_file() and getattr(called, "__module__", "") == "__main__":
             raise TypeError("this program is in no file that they could read")
         return pickle.dumps((entry, config))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RequestError(
-            f"{name} cannot be run in other processes ({error}); define it at the top level of a module."
-        ) from error
+        try:
+            return _by_value((entry, config))
+        except ImportError:
+            raise RequestError(
+                f"{name} cannot be run in other processes ({error}); define it at the top level of a module, or "
+                "pip install cloudpickle, which sends the functions of a notebook."
+            ) from error
+        except Exception as other:
+            raise RequestError(
+                f"{name} cannot be sent to other processes ({failures.one_line(other)}); make what it uses within it."
+            ) from other
+
+
+def _by_value(value: Any) -> bytes:
+    import cloudpickle
+
+    found: bytes = cloudpickle.dumps(value)
+    return found
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if "cloudpickle" not in sys.modules:  # by which the function came
+            raise
+        return _by_value(value)
+
+
+def _is_in_no_file() -> bool:
+    """Return whether this program is typed in: a notebook, a prompt, `python -c`, or standard input."""
+    return str(getattr(sys.modules["__main__"], "__file__", "<")).startswith("<")
 
 
 def value_of(value: bytes) -> Any:
@@ -106,9 +136,12 @@ def start(place: Topology, payload: bytes, endpoint: Endpoint, notes: dict[str, 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
     method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
     kept = os.environ.setdefault(_SAFE_PATH, _OURS)
+    main = vars(sys.modules["__main__"])
+    named = {"__file__": main.pop("__file__")} if _is_in_no_file() and "__file__" in main else {}  # else it is read
     try:
         process.start()
     finally:
+        main |= named
         if kept == _OURS:
             os.environ.pop(_SAFE_PATH)
         multiprocessing.set_start_method(method, force=True)
@@ -133,7 +166,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint
         with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
             value = seat.run(entry)
         try:
-            report = pickle.dumps(value)
+            report = _pickled(value)
         except Exception as error:  # one that another start would not change
             raise RequestError(
                 f"What rank 0 returned cannot be sent ({failures.one_line(error)}); return plain values."

@@ -155,9 +155,10 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
     With a `config`, `entry(config, world)` is called. Without one, `entry()` is called and calls `lockstep.session()`,
     on `devices` ranks of this machine (by default one for each GPU, or one on a CPU), on chosen `gpus` such as "0,1",
     started again `max_restarts` times after a loss. Further `options` are the other flags of `lockstep run` by their
-    names, those of `lockstep.session` among them. A function that several processes run must be importable by name.
-    Raises `RequestError` for options that cannot be honoured, and a `LockstepError` for a failure in any rank, whose
-    `exit_code` is that of the command; a note has the trace of the rank that failed first.
+    names, those of `lockstep.session` among them. A function that processes cannot import by name, such as one of a
+    notebook, is sent to them by cloudpickle, with the globals that it uses. Raises `RequestError` for options that
+    cannot be honoured, and a `LockstepError` for a failure in any rank, whose `exit_code` is that of the command; a
+    note has the trace of the rank that failed first.
     """
     if not callable(entry):
         raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
