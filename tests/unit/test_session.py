@@ -19,7 +19,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepError, RequestError, RunError, Stopped
@@ -143,6 +143,7 @@ def test_a_mean_between_batches_needs_its_weight() -> None:
     [
         (lambda: iter([1]), "found a list_iterator"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "in DataParallel, and would exchange"),
+        (images, "a data set, a TensorDataset: give it the DataLoader"),
         (lambda: DataLoader(images(), batch_size=None), "batch_size"),
         (lambda: DataLoader(images(), batch_sampler=BatchSampler(SequentialSampler(images()), 4, False)), "batch"),
     ],
@@ -636,3 +637,31 @@ def test_only_what_was_made_before_the_session_is_told() -> None:
     assert not ours.prepared.cautions
     ours.prepare(early)
     assert ["made before lockstep.session()" in each for each in ours.prepared.cautions] == [True]
+
+
+class Counting(TensorDataset):
+    """Counts how often it was read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        self.reads += 1
+        sample: tuple[Tensor, ...] = super().__getitem__(index)
+        return sample
+
+
+def test_a_data_set_that_counts_is_told_after_the_first_step(tmp_path: Path) -> None:
+    ours = session(World.alone(), output=str(tmp_path / "run"))
+    model, data = nn.Sequential(nn.Flatten(), nn.Linear(108, 4)), Counting(*images().tensors)
+    data.reads = 0
+    model, optimizer, loader = ours.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=20)
+    )
+    for _ in ours.epochs(1):
+        for batch in loader:
+            ours.backward(loss_of(model, batch))
+            optimizer.step()
+    ours.close()
+    told = [row["text"] for row in events(tmp_path / "run", "warning")]
+    assert len(told) == 1
+    assert "The data set changes its attribute reads as it is read" in told[0]

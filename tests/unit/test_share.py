@@ -339,3 +339,28 @@ def test_a_batch_that_a_worker_cannot_send_is_an_error_at_once() -> None:
     words = r"could not send its batch to the rank: AttributeError: .*lambda"
     with contextlib.closing(shared.micros(0)) as micros, pytest.raises(RunError, match=words):
         list(micros)
+
+
+class Stateful(data.Dataset[Tensor]):
+    """Draws from its own generator, and has a state."""
+
+    def __init__(self) -> None:
+        self.noise = torch.Generator()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(2, generator=self.noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_state_that_no_checkpoint_holds_is_told_at_the_start() -> None:
+    assert _shared(TensorDataset(torch.zeros(4, 1)), 2).cautions == []
+    for dataset in (Stateful(), data.Subset(Stateful(), [0, 1])):
+        drawn, *state = _shared(dataset, 2).cautions
+        assert "a random generator of its own (noise)" in drawn
+        assert [each.startswith("the data set's state_dict is not used") for each in state] == [True] * len(state)
+        assert len(state) == isinstance(dataset, Stateful)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+import random
 from collections.abc import Callable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
 
+_OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
 """Keep the draws of each purpose apart from each other, and from those of the other data sets."""
 
@@ -130,6 +132,28 @@ class SharedLoader:
         self._first: list[Signature | None] | None = None
         """Signatures of the samples to compare, once they are read; None for one that varies."""
         self.is_compared = world.group is None
+
+    @property
+    def cautions(self) -> list[str]:
+        """What a resumed run, or one on other ranks, may not repeat."""
+        lines, dataset = list[str](), self.loader.dataset
+        if self.counts_itself:
+            lines.append("the sampler's order depends on how often it was drawn: a resumed run draws it as often")
+        if names := [name for name, value in state_of(dataset).items() if isinstance(value, _OWN_GENERATORS)]:
+            lines.append(
+                f"the data set has a random generator of its own ({', '.join(names)}): samples that draw from it "
+                "depend on ranks and workers, and no checkpoint holds its state; draw from torch's, NumPy's or "
+                "Python's global generator, which are seeded for each sample"
+            )
+        if hasattr(dataset, "state_dict"):
+            lines.append(
+                "the data set's state_dict is not used: a resumed run goes on at its step by the order of the samples, "
+                "and reads the stream before it again"
+                if self._is_stream
+                else "the data set's state_dict is not used: a resumed run goes on at its step by the order of the "
+                "samples"
+            )
+        return lines
 
     @property
     def order(self) -> str:
@@ -323,6 +347,13 @@ def _global_batch(loader: Any) -> int:
         has = "a batch_sampler" if loader.batch_sampler is not None else "batch_size=None"
         raise RequestError(f"The DataLoader has {has}; give the global batch as batch_size, with sampler or shuffle.")
     return loader.batch_size
+
+
+def state_of(dataset: Any) -> dict[str, Any]:
+    """Return the public attributes of a data set, and of the one that it is a part of, such as a Subset's."""
+    inner = getattr(dataset, "dataset", None)
+    held = {} if inner is None else state_of(inner)
+    return held | {name: value for name, value in getattr(dataset, "__dict__", {}).items() if name != "dataset"}
 
 
 def _is_known(sampler: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks.digest import digest
+from ..data.share import SharedLoader, state_of
 from ..nn import sync_batchnorm
 from ..steps.prepared import Prepared
 
@@ -25,6 +26,7 @@ class FirstStep:
     def __init__(self, prepared: Prepared, *, is_in_epochs: bool) -> None:
         self._prepared, self._is_in_epochs = prepared, is_in_epochs
         self._unsaved = dict(_unsaved(prepared.models))
+        self._counts = dict(self._dataset_numbers())
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
 
     def cautions(self) -> list[str]:
@@ -53,12 +55,26 @@ class FirstStep:
                 "reads it, a resumed run differs; make it a persistent buffer, or give get_extra_state and "
                 "set_extra_state"
             )
+        counts = [name for name, value in self._dataset_numbers() if self._counts.get(name, value) != value]
+        if counts:
+            found.append(
+                f"the data set changes its attribute {', '.join(counts[:3])} as it is read, which no checkpoint holds: "
+                "a resumed run begins it anew, and other ranks count otherwise; let a sample follow from its index"
+            )
         if not self._is_in_epochs and prepared.config.record.output is not None:
             found.append(
                 "this run cannot be resumed, since its loop does not go over session.epochs(…): write `for epoch in "
                 "session.epochs(n)`"
             )
         return found
+
+    def _dataset_numbers(self) -> Iterator[tuple[str, Any]]:
+        """Yield the numbers among the attributes of the data set. Those of worker processes are not seen."""
+        source = self._prepared.source
+        if isinstance(source, SharedLoader):
+            for name, value in state_of(source.loader.dataset).items():
+                if type(value) in (int, float) and "epoch" not in name:
+                    yield name, value
 
     def _is_same(self, name: str, buffer: Tensor) -> bool:
         before = self._buffers.get(name)

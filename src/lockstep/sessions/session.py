@@ -26,7 +26,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from .. import _torch
 from ..config.schema import RunConfig
@@ -176,6 +176,11 @@ class Session:
             return parts.Loader(part, self._passes.over)
         elif isinstance(part, parts.Loader):
             raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
+        elif isinstance(part, Dataset):
+            raise RequestError(
+                f"session.prepare was given a data set, a {type(part).__name__}: give it the DataLoader over that, "
+                "whose position it saves."
+            )
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             prepared.others.append(part)
             if isinstance(part, torch.amp.GradScaler):

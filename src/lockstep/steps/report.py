@@ -50,8 +50,8 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
     if isinstance(source, SharedLoader) and source.workers < source.loader.num_workers:
         lines.append(f"one worker a rank reads the stream, not {source.loader.num_workers}: each would read all of it")
     lines += prepared.cautions
-    if isinstance(source, SharedLoader) and source.counts_itself:
-        lines.append("the sampler's order depends on how often it was drawn: a resumed run draws it as often")
+    if isinstance(source, SharedLoader):
+        lines += source.cautions
     if prepared.kept:
         kept = "; ".join(sorted(prepared.kept))
         lines.append(f"the optimizer goes on as it was saved: {kept}; start a new run to change it")
