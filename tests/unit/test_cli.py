@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import flags, info
+from lockstep.cli import flags, info, run
 from lockstep.cli.main import VERBS, main
 from lockstep.config import schema
 from lockstep.config.options import flatten, leaves, override, read_toml, recipe, recipes, to_toml
@@ -20,6 +20,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.validity import OneOf
 from lockstep.data import sets
 from lockstep.errors import RequestError
+from lockstep.sessions.script import Script
 
 from ..command import Ended, refusal, sentence
 
@@ -193,3 +194,13 @@ def test_what_a_command_raises_is_one_sentence_letter_by_letter(
     assert refusal(capsys, "info") == told
     monkeypatch.setattr(info, "main", lose)
     assert "after another rank was lost" in refusal(capsys, "info", code=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "told"), [("x", "--devices 2 --epochs 3", 1), ("--devices", "--devices 2", 0)]
+)
+def test_a_flag_after_a_script_that_has_none_of_that_name_is_told(
+    text: str, words: str, told: int, tmp_path: Path
+) -> None:
+    (path := tmp_path / "train.py").write_text(f"# {text}")
+    assert run._misplaced(Script(str(path), tuple(words.split()))) == ["--devices"] * told

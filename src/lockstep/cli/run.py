@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
 from ..launchers import start
 from ..launchers.plan import plan
+from ..printable import told
 from ..runs import folders
 from ..sessions.script import Script
 from . import flags, output
@@ -38,6 +40,13 @@ def main(given: list[str]) -> int:
         output.show(_USAGE.format(flags=listed))
         return 0
     config, script = asked(given, prog="lockstep run")
+    if flags_of_ours := _misplaced(script):
+        sys.stderr.write(
+            told(
+                f"{' and '.join(flags_of_ours)} after {script.name} belongs to the script, which does not name it; "
+                f"flags of lockstep run stand before it: lockstep run {flags_of_ours[0]} … {script.name}."
+            )
+        )
     planned = plan(config)
     if planned.starts_here:
         folders.check(config)
@@ -92,6 +101,17 @@ def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
         flag, equals, _ = given[at].partition("=")
         at += 1 if equals or flag.replace("_", "-") in switches else 2
     return given[:at], given[at:]
+
+
+def _misplaced(script: Script) -> list[str]:
+    """Return flags on how ranks start that follow a script which does not have them in its text."""
+    if script.is_module:
+        return []
+    ours = {leaf.key for leaf in leaves() if leaf.section == "parallel"}
+    text = Path(script.name).read_text(encoding="utf-8", errors="replace")
+    words = [word.partition("=")[0] for word in script.arguments if word.startswith("--")]
+    keys = [word[2:].replace("_", "-") for word in words]
+    return [f"--{key}" for key in keys if key in ours and key not in text and key.replace("-", "_") not in text]
 
 
 def _known() -> set[str]:

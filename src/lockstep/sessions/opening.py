@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal, Never
 
 from ..config.options import apply, flatten, left_to_command
 from ..config.schema import RunConfig
-from ..errors import unknown
+from ..errors import RequestError, unknown
 from ..record.base import Nothing
 from ..record.console import Notices
 from ..runs.run import Opened, opened
@@ -70,7 +71,13 @@ def session(
         raise unknown("option of lockstep.session", name, [*options], f"It takes {', '.join(options)}.")
     named = {name.replace("_", "-"): value for name, value in options.items()}
     # A model keeps the order of memory that its user gave it.
-    config = apply(apply(RunConfig(), {"channels-last": "off"}, source="a session"), named, source="lockstep.session")
+    base = apply(RunConfig(), {"channels-last": "off"}, source="a session")
+    try:
+        config = apply(base, named, source="lockstep.session")
+    except RequestError as error:  # which names flags
+        raise RequestError(
+            re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_") if flag[1] in named else flag[0], str(error))
+        ) from error
     again, started = "", script.take()
     is_own, has_folder = started is None, started is not None or config.record.output is not None
     if started is not None:
