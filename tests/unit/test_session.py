@@ -553,6 +553,8 @@ def test_a_copy_of_a_model_in_half_precision_is_its_own() -> None:
 class _Remembers(nn.Module):
     """A net whose forward changes a state that its `state_dict` does not hold."""
 
+    calls: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.layer = kind, nn.Linear(108, 4)
@@ -564,6 +566,7 @@ class _Remembers(nn.Module):
             self.register_buffer("calls", torch.zeros(()), persistent=kind == "saved")
 
     def forward(self, x: Tensor) -> Tensor:
+        found: Tensor
         self.last_output = found = self.rnn(self.layer(x.flatten(1)))[0]  # kept to be looked at
         if self.kind == "deque":
             self.seen.append(float(found.detach().mean()))
