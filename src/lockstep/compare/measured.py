@@ -25,7 +25,7 @@ from .. import hardware
 from ..config.schema import RunConfig
 from ..errors import RunError
 from ..files import write_json
-from ..sessions.attach import gate_schedule
+from ..nn.attach import gate_schedule
 from ..sessions.hooks import Hooks
 from .clock import Clock, MarkedProgress, mark_exchanges
 
