@@ -228,8 +228,8 @@ a micro-batch has no number: sessions/stepper.py
 + header = Header(base.pass_kind(handed.epoch, handed.place), 0)
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[accumulate_by_hand-2-2-1]
 gradients of the batch before are lost: exchange/batch.py
-- for parameter, gradient in before:
-+ for parameter, gradient in before[:0]:
+- for parameter, gradient in self._hidden:
++ for parameter, gradient in self._hidden[:0]:
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[gan-2-1]
 each loss of a batch is taken for its first one: exchange/batch.py
 - self._number += 1
@@ -251,7 +251,7 @@ a loss is marked by what the loop has come to: sessions/shares.py
 + metadata.setdefault(_MARK, next(iter(self._alive.values())))
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[read_ahead-one-2-1]
 a batch that is read ahead takes the place of the one that is trained on: sessions/shares.py
-- self.current, self._is_sure = handed, True
+- self.current, self._is_sure, self._rows = handed, True, set()
 + pass
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[unreadable_samples-dropped-2-1]
 samples that a collate function drops are weighed: sessions/stepper.py

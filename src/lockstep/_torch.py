@@ -13,7 +13,7 @@ import multiprocessing.queues
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,35 @@ def is_viewed(tensor: Tensor) -> bool:
     """Return whether another tensor shares the memory of `tensor`, whose base it is."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2  # `tensor` and `storage`
+
+
+Hooks = Sequence[Callable[[Any], Any]]
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Iterable[Tensor], own: Mapping[Any, Any]) -> Iterator[list[tuple[Tensor, Hooks, Hooks]]]:
+    """Take a user's hooks off parameters until the block ends. `own` are handles of hooks that stay, by parameter.
+
+    Yields each parameter with its hooks on the gradient, and those after its accumulation.
+    """
+    taken: list[tuple[Any, dict[int, Any]]] = []
+    hooks: list[tuple[Tensor, Hooks, Hooks]] = []
+    staying = int(bool(own))  # all that train have one, or none has
+    for parameter in parameters:
+        before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        if before or (after and len(after) > staying):
+            stays = own[parameter].id if parameter in own else None
+            pair = [{key: hook for key, hook in (held or {}).items() if key != stays} for held in (before, after)]
+            hooks.append((parameter, [*pair[0].values()], [*pair[1].values()]))
+            taken += [(held, items) for held, items in zip((before, after), pair, strict=True) if items]
+    for held, items in taken:
+        for key in items:
+            del held[key]
+    try:
+        yield hooks
+    finally:
+        for held, items in taken:
+            held.update(items)
 
 
 _COMPILER = "torch._dynamo"

@@ -286,3 +286,39 @@ def no_loader(session: Any, how: str) -> Numbers:
     for _ in session.epochs(3):
         descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
+
+
+UNEVEN = {
+    "evaluation": ("rank 0 begins an evaluation", "rank 1 ends an epoch"),
+    "evaluation-break": ("rank 0 ends an epoch", "rank 1 ends an evaluation"),
+    "value": ("rank 0 records its steps with error of step", "rank 1 records its steps without"),
+    "names": ("rank 0 records its steps with error_0 of step", "rank 1 records its steps with error_1 of step"),
+    "sum": ("with reduce torch.float64 (2,)", "with reduce torch.float64 (1,)"),
+    "reinitialised": ("drawn anew on each rank",),
+}
+"""What the sentence says of calls that the ranks do not make alike."""
+
+
+@loop(*UNEVEN, outcome=REFUSED, alone=RIGHT)
+def uneven_calls(session: Any, how: str) -> Numbers:
+    """Make other calls on one rank."""
+    model, optimizer, loader = trio(session, data=regression(24))
+    test = DataLoader(regression(12), batch_size=4)
+    for epoch in session.epochs(2):
+        for x, y in loader:
+            loss = error(model, x, y)
+            descend(session, optimizer, loss)
+            if how == "value" and session.is_main:
+                session.log(error=loss)
+            if how == "names":
+                session.log(**{f"error_{session.rank}": loss})
+        if (how == "evaluation" and session.is_main) or how == "evaluation-break":
+            for at, (x, _) in enumerate(session.evaluating(test)):
+                model(x)
+                if how == "evaluation-break" and session.is_main and at == 1:
+                    break
+        if how == "sum":
+            session.sum(torch.zeros(2 if session.is_main else 1, dtype=torch.float64))
+        if how == "reinitialised" and epoch == 0 and session.world.size > 1:
+            model[0].reset_parameters()
+    return [checksum(model)]

@@ -466,3 +466,37 @@ def unprepared_model(session: Any, how: str) -> Numbers:
     else:
         _, optimizer, loader = session.prepare(seeded(mlp), optimizer, loader)
     return train(session, (model, optimizer, loader))
+
+
+class Late(nn.Module):
+    """A net that registers a buffer in its first forward pass."""
+
+    low: Tensor
+
+    def __init__(self, *, is_awaited: bool) -> None:
+        super().__init__()
+        self.body = mlp()
+        if is_awaited:
+            self.register_buffer("low", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "low", None) is None:
+            low = torch.full((x.shape[1],), 0.5, dtype=x.dtype)
+            if hasattr(self, "low"):
+                self.low = low
+            else:
+                self.register_buffer("low", low)
+        output: Tensor = self.body(x - self.low)
+        return output
+
+
+@loop("new", "awaited", quick=True)
+def late_buffer(session: Any, how: str) -> Numbers:
+    """Register a buffer while training, and change it."""
+    model, optimizer, loader = trio(session, lambda: Late(is_awaited=how == "awaited"))
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+            if session.is_last:
+                model.low.mul_(0.9)
+    return [checksum(model)]

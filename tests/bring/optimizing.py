@@ -23,8 +23,9 @@ from .common import checksum, descend, error, mlp, regression, seeded, trio
 def accumulate_by_hand(session: Any, how: str) -> Numbers:
     """Step in each k-th batch; gradients of an epoch's last batches wait for the next epoch, or are stepped there."""
     every, _, variant = how.partition("-")
-    model, optimizer, loader = trio(session, data=regression(30), momentum=0.9 if variant == "momentum" else 0.0)
     count = int(every)
+    data = regression(30 if count < 5 else 48)
+    model, optimizer, loader = trio(session, data=data, momentum=0.9 if variant == "momentum" else 0.0)
     for _ in session.epochs(4):
         for at, (x, y) in enumerate(loader):
             if variant == "zero-first" and at % count == 0:
@@ -101,6 +102,26 @@ def zero_gradients(session: Any, how: str) -> Numbers:
             elif how == "by-hand":
                 for weight in model.parameters():
                     weight.grad = None
+    return [checksum(model)]
+
+
+@loop("added", saves_by_epoch=True)
+@loop("clipped", quick=True)
+def left_gradients(session: Any, how: str) -> Numbers:
+    """Leave gradients of one pass for the next one, which adds to them; or never zero them, and clip."""
+    model, optimizer, loader = trio(session, momentum=0.0, lr=0.02)
+    for _ in session.epochs(3):
+        for x, y in loader:
+            session.backward(error(model, x, y))
+            if how == "clipped":
+                nn.utils.clip_grad_norm_([weight for weight in model.parameters() if weight.grad is not None], 0.2)
+            optimizer.step()
+            if how == "added":
+                optimizer.zero_grad()
+        for x, y in loader if how == "added" else ():
+            optimizer.zero_grad()
+            session.backward(error(model, x, y))
+            optimizer.step()
     return [checksum(model)]
 
 
@@ -409,8 +430,7 @@ def own_scaler(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("adamw", "adagrad", "rmsprop", "nadam", "asgd", "adafactor")
-@loop("rprop")
+@loop("adamw", "adagrad", "rmsprop", "nadam", "asgd", "adafactor", "rprop", "adadelta", "adamax", "radam")
 def optimizers(session: Any, how: str) -> Numbers:
     """Step other optimizers, with parameter groups."""
     model = seeded(mlp)
@@ -422,6 +442,9 @@ def optimizers(session: Any, how: str) -> Numbers:
         "asgd": torch.optim.ASGD,
         "adafactor": torch.optim.Adafactor,
         "rprop": torch.optim.Rprop,
+        "adadelta": torch.optim.Adadelta,
+        "adamax": torch.optim.Adamax,
+        "radam": torch.optim.RAdam,
     }
     groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[2].parameters()), "lr": 0.05}]
     optimizer = makers[how](groups)
@@ -429,6 +452,42 @@ def optimizers(session: Any, how: str) -> Numbers:
     for _ in session.epochs(2):
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+@loop("centred", "amsgrad", "nesterov", "maximize", "foreach")
+def optimizers_with_options(session: Any, how: str) -> Numbers:
+    """Step optimizers whose options keep further state."""
+    model = seeded(mlp)
+    weights = list(model.parameters())
+    makers: dict[str, Any] = {
+        "centred": lambda: torch.optim.RMSprop(weights, lr=0.01, centered=True, momentum=0.5),
+        "amsgrad": lambda: torch.optim.AdamW(weights, lr=0.02, amsgrad=True),
+        "nesterov": lambda: torch.optim.SGD(weights, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+        "maximize": lambda: torch.optim.Adam(weights, lr=0.001, maximize=True),
+        "foreach": lambda: torch.optim.NAdam(weights, lr=0.02, foreach=True, decoupled_weight_decay=True),
+    }
+    model, optimizer, loader = session.prepare(model, makers[how](), DataLoader(regression(), batch_size=6))
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+    return [checksum(model)]
+
+
+@loop()
+def muon(session: Any, how: str) -> Numbers:
+    """Step matrices by Muon, and the rest by AdamW."""
+    model = seeded(mlp)
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    others = [weight for weight in model.parameters() if weight.dim() != 2]
+    first, second = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+    model, first, second, loader = session.prepare(model, first, second, DataLoader(regression(), batch_size=6))
+    for _ in session.epochs(2):
+        for x, y in loader:
+            session.backward(error(model, x, y))
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
     return [checksum(model)]
 
 

@@ -140,14 +140,15 @@ def chain(session: Any, how: str) -> Numbers:
 
 
 @loop("list", quick=True)
-@loop("tuple", "reversed", "kept")
+@loop("tuple")
+@loop("kept", resumed=REFUSED)
+@loop("reversed", accumulated=REFUSED, saves_by_epoch=True)
 def all_at_once(session: Any, how: str) -> Numbers:
     """Read the whole epoch before training on it."""
     model, optimizer, loader = trio(session)
     kept = list(loader) if how == "kept" else []
     for _ in session.epochs(2):
         batches = kept or list(loader)
-        # Whole global batches swap places, whatever they are cut into.
         order = [batches[at] for at in (1, 0, *range(2, len(batches)))] if how == "reversed" else batches
         for x, y in tuple(order) if how == "tuple" else order:
             descend(session, optimizer, error(model, x, y))
@@ -454,7 +455,8 @@ def same_batch_again(session: Any, how: str) -> Numbers:
 
 
 @loop("even", accumulated=SKIPPED, saves_by_epoch=True)
-@loop("uneven", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
+@loop("uneven", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED)
+@loop("weighed", accumulated=SKIPPED, saves_by_epoch=True)
 def with_the_batch_before(session: Any, how: str) -> Numbers:
     """Train on each batch together with the one before, from a small replay buffer."""
     model, optimizer, loader = trio(session, data=regression(24 if how == "even" else 23))
@@ -462,7 +464,9 @@ def with_the_batch_before(session: Any, how: str) -> Numbers:
         before: tuple[Tensor, Tensor] | None = None
         for x, y in loader:
             joined = (x, y) if before is None else (torch.cat([before[0], x]), torch.cat([before[1], y]))
-            descend(session, optimizer, error(model, *joined))
+            # A stand-in of an empty share counts nothing: an earlier batch's rows would.
+            options = {"weight": len(joined[0])} if how == "weighed" else {}
+            descend(session, optimizer, error(model, *joined), **options)
             before = x, y
     return [checksum(model)]
 

@@ -6,6 +6,7 @@ lockstep run --devices 2 tests/bring/script.py '{"seed": 1, "number": 7}'
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ def kill_at(session: Any, step: int, folder: Path, leave: Callable[[], Any]) -> 
     """Call `leave` in the backward pass after `step` steps, once there is a checkpoint."""
     backward = session.backward
 
+    @functools.wraps(backward)  # a loop may ask for its parameters
     def wrapped(*arguments: Any, **options: Any) -> None:
         if session.step >= step:
             deadline_s = time.monotonic() + 10

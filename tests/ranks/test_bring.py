@@ -8,6 +8,7 @@ import pytest
 
 from ..bring import catalogue, generate
 from ..bring.catalogue import REFUSED, RIGHT, SKIPPED, Case
+from ..bring.evaluation import UNEVEN
 from ..bring.program import draw, dumps, loads
 from ..bring.runner import Runner
 from ..pool import RankPool
@@ -35,6 +36,17 @@ RUNS = [
 def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Case, accumulate: int) -> None:
     result = ranks.observe(case, 2, accumulate)
     assert result.outcome & case.allowed(2, accumulate), result
+
+
+@pytest.mark.parametrize("how", UNEVEN)
+def test_calls_that_differ_are_named(ranks: Runner, how: str) -> None:
+    result = ranks.observe(CASES[f"uneven_calls-{how}"], 2, 1)
+    assert result.outcome == REFUSED, result
+    assert all(words in result.message for words in UNEVEN[how]), result.message
+
+
+def test_a_gradient_that_is_not_there_yet_is_explained(ranks: Runner) -> None:
+    assert "`if session.is_last`" in ranks.observe(CASES["change_gradients-decay"], 2, 2).message
 
 
 @pytest.mark.parametrize("number", range(QUICK), ids=lambda number: f"{SEED}:{number}")

@@ -123,3 +123,24 @@ if sys.argv[1] == "closed":
 @pytest.mark.parametrize("how", ["closed", "left"])
 def test_workers_that_are_stuck_in_a_sample_are_killed_in_the_end(how: str) -> None:
     subprocess.run([sys.executable, "-c", _STUCK, how], check=True, timeout=60)
+
+
+def test_hooks_are_taken_off_parameters_and_put_back() -> None:
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    calls: list[str] = []
+    own = {each: each.register_post_accumulate_grad_hook(lambda _: calls.append("own")) for each in (first, second)}
+    hook = first.register_hook(lambda gradient: gradient * 2)
+    first.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+    with _torch.without_hooks([first, second], own) as taken:
+        (first * second).sum().backward()
+    assert calls == ["own", "own"]
+    assert first.grad is not None
+    assert first.grad.tolist() == [1.0, 1.0]
+    ((parameter, before, after),) = taken
+    assert (parameter is first, len(before), len(after)) == (True, 1, 1)
+    (first * second).sum().backward()
+    assert sorted(calls[2:]) == ["after", "own", "own"]
+    assert first.grad.tolist() == [3.0, 3.0]
+    hook.remove()
+    (first * second).sum().backward()
+    assert first.grad.tolist() == [4.0, 4.0]

@@ -85,6 +85,6 @@ def test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left(tmp_pat
     config = override(RunConfig(), data="digits", model="mlp", epochs=1, output=tmp_path / "run")
     first = train(config, World.alone(), Nothing())
     saved = checkpoint.load(tmp_path / "run")
-    unscored = State(saved.tensors, saved.meta | {"scores": None, "evaluated": 0, "best_top1": -1.0})
+    unscored = State(saved.tensors, saved.meta | {"scores": None, "evaluated": 0, "best_top1": None})
     again = train(override(config, output=tmp_path / "again"), World.alone(), Nothing(), state=unscored)
     assert (again.top1, again.steps) == (first.top1, first.steps)

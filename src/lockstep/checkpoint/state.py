@@ -69,6 +69,29 @@ def set_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_buffer(own_name, tensor)
 
 
+def buffer_owners(model: nn.Module) -> dict[str, str]:
+    """Return the class of the module that has each buffer, by the buffer's dotted name."""
+    return {
+        f"{path}.{name}" if path else name: type(module).__name__
+        for path, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+    }
+
+
+def add_buffers(model: nn.Module, tensors: dict[str, Tensor], owners: dict[str, str]) -> None:
+    """Register buffers that the saved model had registered while it trained. `owners` is of `buffer_owners`."""
+    modules, own = dict(model.named_modules()), model.state_dict()
+    device = next((parameter.device for parameter in model.parameters()), None)
+    for name in owners.keys() & tensors.keys() - own.keys():
+        path, _, own_name = name.rpartition(".")
+        module = modules.get(path)
+        if module is None or type(module).__name__ != owners[name]:
+            continue
+        is_awaited = getattr(module, own_name, ...) is None and not type(module).__module__.startswith("torch.")
+        if is_awaited or not hasattr(module, own_name):  # a BatchNorm without statistics stays so
+            set_buffer(model, name, torch.empty_like(tensors[name], device=device))
+
+
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Raise `RequestError` where `tensors` do not fit the model. The message names keys and shapes."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -162,6 +185,7 @@ def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: Sta
             _check_shapes(parameter, entries[names[parameter]])
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": own, "param_groups": groups})
+        _keep_types(optimizer, own)
 
 
 def load_own_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -176,6 +200,7 @@ def load_own_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
         ) from error
     if sum(bool(entries) for entries in optimizer.state.values()) < made:
         raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
+    _keep_types(optimizer, state.get("state"))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entries = optimizer.state.get(parameter) or {}
@@ -184,6 +209,21 @@ def load_own_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.dim():
                     entries[key] = laid_out_as(parameter, value)
+
+
+def _keep_types(optimizer: Optimizer, saved: Any) -> None:
+    """Give loaded entries the types that they were saved in: torch casts them to their parameter's.
+
+    NAdam's products and ASGD's averages are float32 beside parameters of any type.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        entries: dict[str, Any] = optimizer.state.get(parameter) or {}
+        was = saved.get(index) if isinstance(saved, dict) else None
+        for key, value in was.items() if isinstance(was, dict) else ():
+            now = entries.get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                entries[key] = value.to(now.device)
 
 
 def _check_shapes(parameter: Tensor, entries: dict[str, Any]) -> None:

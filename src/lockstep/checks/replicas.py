@@ -158,9 +158,10 @@ class ReplicaCheck:
         if is_apart:
             self._failure = ProofError(
                 f"The replicas are not the same bits after step {step}: {self._unlike(tensors, copies) or _UNSTEADY}; "
-                f"before, they were {self._before()}. Code that treats ranks differently does this, such as a forward "
-                "pass that changes weights by its own share of the samples; so do faulty memory and faulty copies "
-                "between GPUs; continue from a checkpoint of before."
+                f"before, they were {self._before()}. Code that treats ranks differently does this, such as weights "
+                "drawn anew on each rank, whose random numbers differ (reset_parameters), or changed in forward by its "
+                "own share of the samples; so do faulty memory and faulty copies between GPUs; continue from a "
+                "checkpoint of before."
             )
         if self._failure is not None:
             raise self._failure

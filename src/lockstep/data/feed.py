@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from .. import _torch, user_code
 from ..batching import BatchPlan
-from ..errors import LockstepError, RunError
+from ..errors import LockstepError, RunError, counted
 from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
@@ -144,10 +144,12 @@ class Batches:
             if check is not None:
                 check(int(indices[0]), samples[0])
             return batch
-        except Exception:
+        except Exception as error:
             if check is not None:
                 for index, sample in zip(indices.tolist(), samples, strict=True):
                     check(index, sample)
+            if get_worker_info() is None:  # torch passes a worker's error on as text
+                error.add_note(f"collating {counted(len(samples), 'sample')}, this rank's share of a global batch")
             raise
 
 

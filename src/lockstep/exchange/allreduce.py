@@ -13,6 +13,8 @@ sum through shared memory, after the pass, since there is no network to wait for
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import _torch
 from ..errors import RequestError
 from ..world.world import World
-from .base import Exchange, Header, Part, Pass, check_match, on_device
+from .base import Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
@@ -83,12 +86,15 @@ class AllReduce(Exchange):
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
-    def meet(self, header: Header) -> None:
-        """Raise `RunError`, on every rank, where another rank comes to something else (*collective*)."""
-        rows, work = self._start_header(header, 0.0)
+    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
+        """See `Exchange.meet`."""
+        rows, work = self._start_header(header._replace(part=zlib.crc32(repr([*details]).encode())), 0.0)
         with self.world.progress.during("all-gather"):
             if work is not None:
                 work.wait()
+        calls = rows[:, :2].tolist()
+        if calls.count(calls[0]) == len(calls) and len(set(rows[:, 2].tolist())) > 1:
+            check_details(header.kind, self.world.gather([*details]), self.world.progress.step)
         self._check(rows, is_read=True)
 
     def backward(self, one: Pass) -> Tensor | None:
@@ -108,7 +114,8 @@ class AllReduce(Exchange):
                 self._queue, self._left = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = one
         try:
-            one.run()
+            with _torch.without_hooks(self.parameters, self._hooks) as part.hooks:
+                one.run()
         finally:
             self._pass = None
         if not one.last:
@@ -253,7 +260,7 @@ class AllReduce(Exchange):
             where = learned.early if all(has) else learned.late if any(has) else learned.idle
             where.append(at)
             shown += [
-                (i, each, bucket.view(flat, n))
+                (i, each, bucket.view(flat, n).detach())  # else code that records what it does to one records all
                 for n, (i, each) in enumerate(zip(bucket.indices, bucket.parameters, strict=True))
                 if has[n]
             ]

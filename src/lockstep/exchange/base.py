@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch import Hooks, without_hooks
+from ..checkpoint.state import few
 from ..errors import RunError
 from ..world.world import World
 
@@ -26,7 +28,7 @@ class Header(NamedTuple):
     number: int
     """The global micro-batch of the pass, or the optimizer step."""
     part: int = 0
-    """The number of the backward pass of this micro-batch, or a checksum of what is exchanged."""
+    """The number of the backward pass of this micro-batch, or a checksum of a call's details."""
 
 
 KINDS = (
@@ -66,6 +68,8 @@ class Part:
     present: bytearray = field(default_factory=bytearray)
     """Whether each parameter has a gradient in `flats`."""
     sparse: dict[int, Tensor] = field(default_factory=dict)
+    hooks: list[tuple[Tensor, Hooks, Hooks]] = field(default_factory=list)
+    """Hooks of the user's that the last backward pass has left out: they are for the whole batch's gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class Exchange:
         adds_in_place = one.zeroed is False
         if adds_in_place:
             _show(part.gradients)
-        one.run()
+        with without_hooks(self.parameters, {}) as part.hooks:
+            one.run()
         if not adds_in_place:
             if isinstance(one.zeroed, Tensor):
                 for parameter in self.parameters:
@@ -136,8 +141,11 @@ class Exchange:
             parameter.grad = None
         return found
 
-    def meet(self, header: Header) -> None:
-        """Raise `RunError`, on every rank, where another rank comes to something else (*collective*)."""
+    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
+        """Raise `RunError`, on every rank, where another rank comes to something else (*collective*).
+
+        `details` say what the call is of, such as the names of values.
+        """
 
     def close(self) -> None:
         """Remove all hooks from the models."""
@@ -160,17 +168,36 @@ def check_match(rows: Sequence[Sequence[float]], step: int) -> None:
     first = rows[0]
     for rank, row in enumerate(rows):
         if row != first:
-            raise RunError(
-                f"At step {step}, rank 0 {_described(first)}, and rank {rank} {_described(row)}: every rank has to "
-                "train the same batches and make the same calls. Skip a batch on all ranks or on none, as in "
-                "`if session.max(float(bad)): continue`, and keep what communicates out of `if session.is_main`"
+            raise _unmatched(step, _described(first), rank, _described(row))
+
+
+def check_details(kind: int, details: Sequence[Sequence[str]], step: int) -> None:
+    """Raise `RunError` unless all ranks' details of a call are the same."""
+    first = details[0]
+    for rank, theirs in enumerate(details):
+        if theirs != first:
+            own, others = (
+                " ".join([KINDS[kind], *([f"with {few(more)}"] if more else ["without"])])
+                for more in (
+                    [each for each in first if each not in theirs],
+                    [each for each in theirs if each not in first],
+                )
             )
+            raise _unmatched(step, own, rank, others)
+
+
+def _unmatched(step: int, first: str, rank: int, other: str) -> RunError:
+    return RunError(
+        f"At step {step}, rank 0 {first}, and rank {rank} {other}: every rank has to train the same batches and make "
+        "the same calls. Skip a batch on all ranks or on none, as in `if session.max(float(bad)): continue`, and keep "
+        "what communicates out of `if session.is_main`"
+    )
 
 
 def _described(row: Sequence[Any]) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
-        return KINDS[kind] + (f" with values or a shape of its own ({part:x})" if part else "")
+        return KINDS[kind]
     epoch, again = divmod(-1 - kind, _PASSES)
     of_pass = f", pass {again + 1} over the data" if again else ""
     loss = f", with loss {part + 1} of it" if part else ""

@@ -1,18 +1,20 @@
 """Global batch under way: its gradients and its loss, weighted, over micro-batches and ranks.
 
 Gradients that exist already (of an earlier loss, or of earlier global batches that a loop has not stepped on yet) are
-hidden during a backward pass and added afterwards. Code of a plain loop between backward and step (clipping, several
-optimizers) finds gradients of whole global batches, or none.
+hidden from a global batch's first backward pass to its last micro-batch, and added then. Code of a plain loop between
+backward and step (clipping, several optimizers) finds gradients of whole global batches, or none: it acts on each once.
+So do hooks on parameters, which are left out of backward passes over shares and called after the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._torch import Hooks
 from ..errors import RequestError
 from .base import Exchange, Header, Part, Pass, on_device
 
@@ -27,6 +29,9 @@ class GlobalBatch:
         self._losses: list[Tensor | None] = []  # of each part: this rank's share of it so far
         self._weights: list[Any] = []
         self._number = 0  # of the next backward pass of the micro-batch
+        self._hidden: list[
+            tuple[nn.Parameter, Tensor]
+        ] = []  # gradients from before the batch, till its last micro-batch
         self._loss: Tensor | None = None  # of whole batches
         self._samples = 0
 
@@ -81,11 +86,11 @@ class GlobalBatch:
             and last
             and weight is None
             and share is None
-            and not (part.gradients or unscale)
+            and not (part.gradients or self._hidden or unscale)
         ):
             run(factor)  # adds to existing gradients by itself
         else:
-            before = exchange.hide()
+            self._hidden += exchange.hide()
             zeroed = factor <= 0 if isinstance(factor, Tensor) else factor == 0
             one = Pass(lambda: run(factor), part, header._replace(part=number), self._weights[number], last, zeroed)
             weights = exchange.backward(one)
@@ -93,14 +98,13 @@ class GlobalBatch:
                 divisor = self._divisor(weights, None if share is None else share[1])
                 if divisor is not None:
                     exchange.divide(part, divisor)
-            if last and unscale is not None:
-                unscale()
-            for parameter, gradient in before:
-                own = parameter.grad
-                if own is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad = gradient + own if gradient.is_sparse or own.is_sparse else gradient.add_(own)
+            if last:
+                hooks, part.hooks = part.hooks, []
+                _call_before(hooks)
+                if unscale is not None:
+                    unscale()
+                self.show()
+                _call_after(hooks)
         told = loss.detach() if is_whole else _times(loss.detach(), factor)
         total = self._losses[number]
         told = told if total is None else total + told
@@ -118,8 +122,19 @@ class GlobalBatch:
             del self._parts[:parts], self._losses[:parts], self._weights[:parts]
             self._number -= parts
 
+    def show(self) -> None:
+        """Add the gradients from before the batch to `.grad`."""
+        for parameter, gradient in self._hidden:
+            own = parameter.grad
+            if own is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad = gradient + own if gradient.is_sparse or own.is_sparse else gradient.add_(own)
+        self._hidden = []
+
     def drop(self) -> None:
         """Discard the batch, such as one left before its last micro-batch."""
+        self.show()
         self._parts, self._losses, self._weights, self._number = [], [], [], 0
 
     def adds_to_existing(self) -> bool:
@@ -153,6 +168,24 @@ class GlobalBatch:
         if expected is None:
             return total
         return None if not total.is_cuda and total.item() == expected else total / expected
+
+
+@torch.no_grad()
+def _call_before(hooks: Sequence[tuple[Tensor, Hooks, Hooks]]) -> None:
+    """Call the user's hooks on gradients of the whole batch."""
+    for parameter, before, _ in hooks:
+        for hook in before:
+            if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
+                parameter.grad = changed
+
+
+@torch.no_grad()
+def _call_after(hooks: Sequence[tuple[Tensor, Hooks, Hooks]]) -> None:
+    """Call the user's hooks on parameters whose gradients are accumulated."""
+    for parameter, _, after in hooks:
+        for hook in after:
+            if parameter.grad is not None:
+                hook(parameter)
 
 
 def _times(loss: Tensor, factor: float | Tensor) -> Tensor:

@@ -110,8 +110,7 @@ class Passes:
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
                 handed.epoch, handed.place, handed.indices = epoch, place, micro.indices
                 index += 1
-                if counts or self.shares.current is None or not self.shares.current.counts:
-                    self.shares.hand_out(handed, micro.batch)
+                if self.shares.hand_out(handed, micro.batch):
                     self._stand_in()
                     self._draws.begin(handed, watches=counts and loop.has_begun)
                 if counts and not place and loop.is_running:
@@ -128,7 +127,9 @@ class Passes:
                     loop.end_data()
                     self.end_epoch()
         except GeneratorExit:
-            stepper.is_left = counts and stepper.share is not None and self.shares.current is stepper.share
+            stepper.is_left = False
+            if counts and stepper.share is not None and self.shares.current is stepper.share:
+                stepper.leave()
             raise
         finally:
             micros.close()  # with workers that read ahead
@@ -142,6 +143,7 @@ class Passes:
     def end_epoch(self) -> None:
         """End an epoch (*collective*)."""
         self._draws.end()
+        self._stepper.leave()
         self.shares.leave()
         self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
         self._loop.end_epoch()
@@ -154,6 +156,9 @@ class Passes:
             self.shares.see(values)
             if self.shares.current is not before:
                 self.come_to()
+            stepper = self._stepper
+            if stepper.has_stepped and self.shares.current is not stepper.share and torch.is_grad_enabled():
+                stepper.settle()  # before a forward pass of the next batch changes what a checkpoint holds
 
     def mark(self, output: Any) -> None:
         """Note a model's output: a loss of it belongs to the share under way."""
@@ -174,14 +179,14 @@ class Passes:
     def evaluation(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield evaluation shares (*collective*). See `Session.evaluating`."""
         world, loop, exchange = self._world, self._loop, self._prepared.exchange
+        self._stepper.settle()
+        self._draws.end()
+        exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
         if loader not in self._kept:
             while len(self._kept) >= _EVALUATED:
                 self._kept.pop(next(iter(self._kept))).close()
             self._kept[loader] = self.shared(loader, evaluates=True)
         shared, evaluated = self._kept[loader], 0
-        self._stepper.settle()
-        self._draws.end()
-        exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
         before = self.evaluated_share
         check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
         counts = None if check is None else SampleCounts(shared.index_bound)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,7 +273,7 @@ class Session:
             before, has_trained = self.step, (stepper.outside, passes.number)
             yield loop.position.epochs
             is_outside = stepper.outside > has_trained[0] and passes.number == has_trained[1]
-            stepper.settle()
+            stepper.settle(saves=False)  # the loop has left the epoch, whose end saves
             if self.step > before and is_outside and self.prepared.source is not None:
                 raise RequestError(
                     "An epoch is over, and its loop was over no loader that session.prepare returned: go over that one."
@@ -298,7 +297,7 @@ class Session:
         """
         return self._draws.along(dimension)
 
-    def _end_step(self) -> None:
+    def _end_step(self, saves: bool) -> None:
         """End a step (*collective*). Tells what the first one has shown, and compares the ranks' generators."""
         loop = self.loop
         first, self._first_step = self._first_step, None
@@ -308,7 +307,7 @@ class Session:
                 loop.warn(caution)
         if drawn := self._draws.end_step(loop.position.step):
             loop.warn(drawn)
-        loop.end_step()
+        loop.end_step(saves=saves)
         self._hooks.ended_step(self)
 
     @property
@@ -364,6 +363,11 @@ class Session:
                 "session.backward was given a loss while batches of two loaders are under way, of which this rank has "
                 "different parts: call it for the loss of each, or give the loaders batch sizes that split alike."
             )
+        if handed is not None and weight is None and batch is None and self._passes.shares.joins(handed):
+            raise RequestError(
+                "session.backward was given the loss of a batch joined with an earlier one, of which this rank has "
+                "another part: say how many samples the loss is a mean over, as in session.backward(loss, weight=n)."
+            )
         self._stepper.come_to(handed)
         if not loop.has_begun:  # in a loop that does not go over `epochs`
             self._begin(None)
@@ -396,7 +400,7 @@ class Session:
 
     def _meet(self, *what: Any) -> None:
         """Raise where another rank does not make the same call (*collective*)."""
-        self.prepared.exchange.meet(Header(base.REDUCE, self.step, zlib.crc32(repr(what).encode())))
+        self.prepared.exchange.meet(Header(base.REDUCE, self.step), [" ".join(map(str, what))])
 
     def sum(self, value: Any) -> Any:
         """Sum a number, as float64, or each element of a tensor, over all ranks (*collective*). Of a mask, count."""
@@ -482,6 +486,13 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
+        share = self._stepper.share
+        is_within = share is not None and not share.share.last
+        if is_within and isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
+            error.add_note(
+                "a gradient is None until the global batch's last micro-batch: put code that changes gradients under "
+                "`if session.is_last`"
+            )
         self._draws.end()
         try:
             if error is None:

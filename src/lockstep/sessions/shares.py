@@ -69,10 +69,16 @@ class Shares:
         self._is_sure = True  # whether `current` was known by its tensors, or used since the last one was handed out
         self._alive: dict[int, Handed] = {}  # by id; a few, but for a loop that keeps its batches
         self._by_memory: dict[int, Handed] = {}
+        self._rows: set[int] = set()  # of what a forward pass was called with that is no batch's
 
-    def hand_out(self, handed: Handed, batch: Any) -> None:
-        """Note a share, and the batch that stands for it."""
-        self.current, self._is_sure = handed, False
+    def hand_out(self, handed: Handed, batch: Any) -> bool:
+        """Note a share, and the batch that stands for it; return whether it is the current one from now on.
+
+        It is not where its loader is read beside the one whose batches count steps.
+        """
+        is_current = handed.counts or self.current is None or not self.current.counts
+        if is_current:
+            self.current, self._is_sure, self._rows = handed, False, set()
         for tensor in tensors_of(batch):
             memory = tensor.untyped_storage().data_ptr()
             if memory and memory not in handed.keys:
@@ -85,6 +91,7 @@ class Shares:
                 handed.references.append(weakref.ref(tensor, partial(self._lose, handed, memory)))
         if handed.alive:
             self._alive[id(handed)] = handed
+        return is_current
 
     def _lose(self, handed: Handed, memory: int, _: object) -> None:
         handed.alive -= 1
@@ -104,8 +111,10 @@ class Shares:
         for tensor in tensors_of(values):
             handed = self._by_memory.get(tensor.untyped_storage().data_ptr())
             if handed is not None:
-                self.current, self._is_sure = handed, True
+                self.current, self._is_sure, self._rows = handed, True, set()
                 return
+        if torch.is_grad_enabled():
+            self._rows = {len(tensor) for tensor in tensors_of(values) if tensor.dim()}
 
     def mark(self, output: Any) -> None:
         """Mark a forward pass's output as one of the current share."""
@@ -151,6 +160,19 @@ class Shares:
             other.share.size * mine.total != mine.size * other.share.total
             for other in self._alive.values()
             if not other.counts and not other.is_used
+        )
+
+    def joins(self, handed: Handed) -> bool:
+        """Return whether the model was called with as many rows as this batch and an earlier one have together.
+
+        Where this rank has another part of that one, a mean over both cannot be weighed.
+        """
+        mine = handed.share
+        return max(1, mine.size) not in self._rows and any(
+            mine.size + other.share.size in self._rows
+            and other.share.size * mine.total != mine.size * other.share.total
+            for other in self._alive.values()
+            if other is not handed and other.is_used
         )
 
     def _choose(self) -> None:

@@ -24,8 +24,8 @@ from .shares import Handed
 class Stepper:
     """Gradients of the global batch under way, and the optimizer steps on them. Every rank makes the same calls."""
 
-    def __init__(self, loop: Loop, *, stepped: Callable[[], None]) -> None:
-        """`stepped` is called after each step that is counted (*collective*)."""
+    def __init__(self, loop: Loop, *, stepped: Callable[[bool], None]) -> None:
+        """`stepped(saves)` is called after each step that is counted (*collective*); see `Loop.end_step`."""
         self.share: Handed | None = None
         """The share of the last backward pass, until its batch is settled."""
         self.is_left = False
@@ -41,7 +41,8 @@ class Stepper:
         self._stepping: Optimizer | None = None  # which may step the one that it keeps, or be stepped by a scaler
         self._lr = 0.0
         self._parts_at_step = 0  # backward passes before the last optimizer step
-        self._keeps_gradients = False  # of batches that were stepped on: checkpoints have to hold them
+        self._keeps_gradients: bool | None = None
+        """Whether the loop adds to gradients that it has stepped on; None until a second epoch has begun."""
         self._has_warned = False
         has_scaler = self._precision.scaler is not None
         self._unscale = (lambda: self._precision.unscale(self._prepared.optimizers)) if has_scaler else None
@@ -74,7 +75,7 @@ class Stepper:
                 "order, or skip a whole batch."
             )
         if before is None or handed is None or before.batch != handed.batch:
-            self.settle()
+            self.settle(saves=False)
             if self.share is not None:  # left before its last micro-batch
                 if not self._has_warned:
                     self._has_warned = True
@@ -108,8 +109,11 @@ class Stepper:
             self.outside += 1
         else:
             header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
-        if not self.has_gradients and self._batch.adds_to_existing():
-            self._keeps_gradients = True
+        if not self.has_gradients:  # checkpoints hold gradients that may be added to
+            if self._batch.adds_to_existing():
+                self._keeps_gradients = True
+            elif self._keeps_gradients is None and self._loop.position.epochs > 0:
+                self._keeps_gradients = False
         self.share = handed
         self._batch.backward(
             recorded,
@@ -175,15 +179,23 @@ class Stepper:
             self.settle()
         return found
 
-    def settle(self) -> None:
-        """End the global batch that was trained on last, if it is complete, and count its step (*collective*)."""
+    def leave(self) -> None:
+        """Note that the loop has left its loader, maybe within a global batch: older gradients are shown again."""
+        self.is_left = True
+        self._batch.show()
+
+    def settle(self, *, saves: bool = True) -> None:
+        """End the global batch that was trained on last, if it is complete, and count its step (*collective*).
+
+        Saves, if due, unless the next batch's forward pass is over: it may have drawn, and changed buffers.
+        """
         handed = self.share
         if not (self.has_stepped if handed is None else handed.share.last):
             return
         self.share = None
-        self._end(handed)
+        self._end(handed, saves=saves)
 
-    def _end(self, handed: Handed | None, parts: int | None = None) -> None:
+    def _end(self, handed: Handed | None, parts: int | None = None, *, saves: bool = True) -> None:
         """End the batch, or its first `parts` backward passes; count the step on it, if any (*collective*)."""
         loop = self._loop
         if handed is not None and handed.counts and loop.is_running:
@@ -194,7 +206,7 @@ class Stepper:
             self._precision.update()
             norm, self.norm = self.norm, None
             loop.count_step(*self._batch.taken(), self._lr, norm)
-            self._after_step()
+            self._after_step(saves)
         elif self.has_gradients and not self._prepared.optimizers:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
 
@@ -202,19 +214,20 @@ class Stepper:
         """Exchange gradients by `exchange` from the next global batch on (*collective*)."""
         self._prepared.exchange = self._batch.exchange = exchange
 
-    def pending(self) -> dict[str, Any] | None:
-        """Return what waits for an optimizer step, for a checkpoint (*collective*); None if nothing does."""
-        if not (self.has_gradients or self._keeps_gradients):
-            return None
+    def pending(self) -> dict[str, Any]:
+        """Return what waits for an optimizer step, for a checkpoint (*collective*)."""
+        is_held = self.has_gradients or (self._keeps_gradients is not False and self._batch.adds_to_existing())
         loss, samples = self._batch.waiting()
-        return {"samples": samples, "losses": self._prepared.world.gather(loss), "steps": self.has_gradients}
+        losses = self._prepared.world.gather(loss) if is_held else []
+        own = {"steps": self.has_gradients, "adds": self._keeps_gradients, "is_held": is_held}
+        return {"samples": samples, "losses": losses, **own}
 
     def restore(self, pending: dict[str, Any] | None) -> None:
         """Go on from what `pending` returned."""
         if pending is None:
             return
         world = self._prepared.world
-        self._keeps_gradients = True
+        self._keeps_gradients = pending["adds"]
         if pending["steps"]:
             losses = pending["losses"]
             own = losses[world.rank] if len(losses) == world.size else sum(losses) / world.size

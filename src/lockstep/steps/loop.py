@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import zlib
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..checkpoint import resume
 from ..checkpoint.state import State
 from ..checks.samples import Indices
-from ..errors import RequestError, RunError, Stopped, ranks_named
+from ..errors import RequestError, RunError, Stopped, counted, ranks_named
 from ..exchange.base import RECORD, Header
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
@@ -193,8 +192,17 @@ class Loop:
         return 0
 
     def count_batch(self, place: int, batch: int) -> None:
-        """Note the global batch of this epoch that was trained on, with or without a step: its pass and number."""
+        """Note the global batch of this epoch that was trained on, with or without a step: its pass and number.
+
+        Raises `RequestError` for one that was trained before a resume.
+        """
         position = self.position
+        if place == position.passes and batch < self.resumed_at:
+            raise RequestError(
+                f"The first {counted(self.resumed_at, 'batch')} of this epoch were trained before the run was resumed, "
+                f"and the loop trains number {batch + 1} again: read the loader within the epoch, as in `for batch in "
+                "loader`, or leave --checkpoint-every out, so that checkpoints are those of whole epochs."
+            )
         position.passes, position.within = place, batch + 1
         if place not in position.trained:
             position.trained.append(place)
@@ -207,22 +215,31 @@ class Loop:
         self._world.progress.step = step
         self.meter.add(step, position.epochs, lr, samples, loss, norm)
 
-    def end_step(self) -> None:
-        """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`."""
+    def end_step(self, *, saves: bool = True) -> None:
+        """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`.
+
+        Without `saves`, a stop waits for a later step.
+        """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
         if self.prepared.exchange.keeps_replicas and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # After an epoch's last step it is saved anyway, once the weights are evaluated.
-        save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
+        save = (
+            saves
+            and every is not None
+            and step % every == 0
+            and self.position.within != self.steps
+            and not self.is_done
+        )
         if save or self.meter.due(self.stop.asked):
             stopping = self.record_steps()
             # Without a source an epoch cannot be resumed in its midst; and at the end of one, what follows the user's
             # loop over its batches may need what that loop has left.
-            if (self.prepared.source is None and self.epochs) or self.position.within == self.steps:
-                self._is_stopping = self._is_stopping or stopping
-            elif stopping:
+            self._is_stopping = self._is_stopping or stopping
+            has_ended = (self.prepared.source is None and self.epochs) or self.position.within == self.steps
+            if self._is_stopping and saves and not has_ended:
                 raise self.stopped()
-            elif save:
+            if save and not has_ended:
                 self.save()
 
     def end_data(self) -> None:
@@ -257,8 +274,11 @@ class Loop:
         """Record pending steps (*collective*). Returns whether any rank was asked to stop."""
         if not self.meter.pending.rows:
             return False
-        names = zlib.crc32(repr([(at, name) for at, name, _ in self.meter.pending.values]).encode())
-        self.prepared.exchange.meet(Header(RECORD, self.position.step, names))
+        pending, step = self.meter.pending, self.position.step
+        pending.values.sort(key=lambda value: value[:2])  # ranks may log in another order
+        first = step + 1 - len(pending.rows)
+        names = [f"{name} of step {first + at}" for at, name, _ in pending.values]
+        self.prepared.exchange.meet(Header(RECORD, step), names)
         stopping, wrong = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
         if wrong is not None:
             raise self._not_finite(*wrong)
@@ -374,7 +394,7 @@ class Loop:
         """Return the state for an exact continuation (*collective*)."""
         self.position.partial_s = self.meter.train_s - self._train_s
         pending = self.pending()
-        state = self.prepared.state(self.position.step, pending=pending is not None)
+        state = self.prepared.state(self.position.step, pending=pending is not None and pending["is_held"])
         meta = self.position.meta()
         if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}

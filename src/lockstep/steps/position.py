@@ -10,8 +10,6 @@ from typing import Any
 from ..errors import counted
 from ..record.result import Scores
 
-_NONE = -1.0  # in a checkpoint, the best score of a run that has none
-
 
 @dataclass
 class Position:
@@ -34,12 +32,12 @@ class Position:
         """Return a checkpoint's position."""
         fields, scores = {key: meta[key] for key in _KEYS}, meta["scores"]
         fields["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
-        fields["best_top1"] = -math.inf if meta["best_top1"] == _NONE else meta["best_top1"]
+        fields["best_top1"] = -math.inf if meta["best_top1"] is None else meta["best_top1"]
         return cls(**fields | {"epoch_s": list(meta["epoch_s"]), "trained": list(meta["trained"])})
 
     def meta(self) -> dict[str, Any]:
         """Return the fields for a checkpoint."""
-        return dataclasses.asdict(self) | {"best_top1": _NONE if self.best_top1 == -math.inf else self.best_top1}
+        return dataclasses.asdict(self) | {"best_top1": None if self.best_top1 == -math.inf else self.best_top1}
 
     def judge(self, score: float | None) -> None:
         """Take the score of this step's weights, if any; higher is better. It chooses the best weights."""

@@ -18,6 +18,8 @@ from ..batching import BatchPlan
 from ..checkpoint import find
 from ..checkpoint.state import (
     State,
+    add_buffers,
+    buffer_owners,
     laid_out_as,
     load_model,
     load_optimizer,
@@ -206,6 +208,7 @@ class Prepared:
             meta["optimizers"] = [_packed(each.state_dict(), tensors, known) for each in self.optimizers]
             meta["others"] = [_packed(each.state_dict(), tensors, known) for each in self.others]
             meta |= {"made": self._made, "kinds": self._kinds()}
+        meta["buffers"] = {name: buffer_owners(model) for name, model in self.groups.items()}
         if pending:
             gradients = {name: each.grad for name, each in self._all.named_parameters() if each.grad is not None}
             dense = {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
@@ -239,6 +242,7 @@ class Prepared:
         with understanding(state.origin or Path("the checkpoint")):
             for name, model in self.groups.items():
                 extra = _unpacked(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}
+                add_buffers(model, state.part(name), state.meta.get("buffers", {}).get(name, {}))
                 load_model(model, state.part(name), extra.get(name))
 
     def _check_shares(self, state: State) -> None:
