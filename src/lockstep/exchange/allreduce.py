@@ -293,8 +293,8 @@ class AllReduce(Exchange):
                 parameter.shape,
             )
         own = own.coalesce()
-        rows = torch.cat(self.world.ragged(own.indices().t().contiguous()))
-        values = torch.cat(self.world.ragged(own.values()))
+        rows = torch.cat(self.world.gather_variable_length(own.indices().t().contiguous()))
+        values = torch.cat(self.world.gather_variable_length(own.values()))
         total = torch.sparse_coo_tensor(rows.t(), values, parameter.shape).coalesce()
         part.sparse[index] = total
         return parameter, total

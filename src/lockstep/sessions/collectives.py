@@ -69,7 +69,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, world: World) -> Tensor:
-        parts = world.ragged(own.detach())
+        parts = world.gather_variable_length(own.detach())
         ctx.world, ctx.start = world, sum(map(len, parts[: world.rank]))
         ctx.count = len(own)
         return torch.cat(parts)

@@ -195,7 +195,7 @@ def evaluate_checkpoint(
         scores = scored(job, source, predictions=own, warn=warnings.append)
         assert scores is not None, "nobody stops it"
         none = torch.empty(0, 4, dtype=torch.float64, device=world.device)
-        rows = torch.cat(world.ragged(torch.cat(own or [none]))).cpu().numpy()
+        rows = torch.cat(world.gather_variable_length(torch.cat(own or [none]))).cpu().numpy()
         assert np.array_equal(rows[:, 0], np.arange(len(source))), "not each sample once, in index order"
         told = {
             "checkpoint": shown(loaded.origin),

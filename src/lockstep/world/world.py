@@ -152,7 +152,7 @@ class World:
                 dist.all_gather_into_tensor(found, tensor.view(-1), group=self.group)
         return found.view(self.size, *tensor.shape)
 
-    def ragged(self, tensor: Tensor) -> list[Tensor]:
+    def gather_variable_length(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's `tensor` in rank order (*collective*). Each is (n, …); n may differ."""
         lengths: list[int] = self.stack(torch.tensor(len(tensor))).tolist()
         if not any(lengths):
@@ -181,7 +181,7 @@ class World:
             return [item]
         # JSON, not all_gather_object: that one unpickles whatever a peer sends.
         text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
-        return [json.loads(each.numpy().tobytes()) for each in self.ragged(text)]
+        return [json.loads(each.numpy().tobytes()) for each in self.gather_variable_length(text)]
 
     def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0 (*collective*).
