@@ -86,7 +86,7 @@ def check_alike(world: World, asked: str, facts: dict[str, Any]) -> None:
 
     `facts` is {name: number or text}, the same keys on each rank; `asked` names the data.
     """
-    if found := world.unlike(facts):
+    if found := world.find_mismatch(facts):
         rank, differ = found
         advice = "give every rank the same samples, in the same order"
         raise RequestError(f"{asked} is not the same on every rank: rank {rank} has {differ}; {advice}.")

@@ -59,7 +59,7 @@ def opened(
     person. The options in `only` are recorded, by default all. `resume_hint` is as in `Opened`.
     """
     world.progress.enter(SETUP)  # the others wait while rank 0 works with files
-    if found := world.unlike({f"--{key}": value for key, value in flatten_common(config).items()}):
+    if found := world.find_mismatch({f"--{key}": value for key, value in flatten_common(config).items()}):
         raise RequestError(
             f"Rank {found[0]} was started with {found[1]}: the replicas would drift apart; "
             "start every rank with the same options."

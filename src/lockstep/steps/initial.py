@@ -57,7 +57,7 @@ def load(config: ModelConfig, model: nn.Module, world: World) -> Taken | None:
         world.together(lambda: _read(config) if world.is_main else None)
     source, found, names = world.together(lambda: _read(config))
     facts = {"tensors": len(found), "digest": f"{int(digest([found[name] for name in sorted(found)])):x}"}
-    if differ := world.unlike(facts):
+    if differ := world.find_mismatch(facts):
         raise RequestError(
             f"--init-from {source} is not the same on every rank: rank {differ[0]} has {differ[1]}; put it where all "
             "nodes see it, or copy it to each of them."

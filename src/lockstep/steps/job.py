@@ -162,7 +162,7 @@ def assemble(
     method = methods.build(config.parallel, world)
     precision = Precision.of(config.precision, world.device)
     precision.set_up_recipe(deterministic=config.precision.deterministic)
-    if found := world.unlike({"devices": len(method.devices), "precision": precision.name}):
+    if found := world.find_mismatch({"devices": len(method.devices), "precision": precision.name}):
         raise RequestError(
             f"Rank {found[0]} has {found[1]}, and ranks share out a batch evenly, in one arithmetic: give every rank "
             "as many devices, by --devices or --gpus, and name one --precision."

@@ -183,7 +183,7 @@ class World:
         text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
         return [json.loads(each.numpy().tobytes()) for each in self.gather_variable_length(text)]
 
-    def unlike(self, facts: dict[str, Any]) -> tuple[int, str] | None:
+    def find_mismatch(self, facts: dict[str, Any]) -> tuple[int, str] | None:
         """Return the first rank that has other `facts` than rank 0 (*collective*).
 
         `facts` is {name: number or text}, compared by rank 0's names. The text has the differences; None where all are
