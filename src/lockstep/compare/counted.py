@@ -39,9 +39,9 @@ class CountedWorld(World):
         self.count.size_bytes += tensor.nbytes
         return super().stack(tensor)
 
-    def numbers(self, *parts: np.ndarray) -> np.ndarray:
+    def gather_array(self, *parts: np.ndarray) -> np.ndarray:
         """Count as float64, and stack (*collective*)."""
         before = self.count.size_bytes
-        rows = super().numbers(*parts)  # may be stacked as a tensor
+        rows = super().gather_array(*parts)  # may be stacked as a tensor
         self.count.size_bytes = before + 8 * sum(map(len, parts))
         return rows

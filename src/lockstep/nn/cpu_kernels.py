@@ -27,13 +27,13 @@ FOLD = 16
 def exchange(world: World, mean: Tensor, var: Tensor, count: int) -> Any:
     """Return every rank's statistics as a row of float64 (*collective*)."""
     # Arrays: what follows is many operations on few numbers.
-    return world.numbers(mean.numpy(), var.numpy(), np.array([count]))
+    return world.gather_array(mean.numpy(), var.numpy(), np.array([count]))
 
 
 @np.errstate(all="ignore")  # as in `sync_batchnorm`
 def summed(world: World, dot: Tensor, total: Tensor) -> Any:
     """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
-    return world.numbers(dot.numpy(), total.numpy()).sum(0)
+    return world.gather_array(dot.numpy(), total.numpy()).sum(0)
 
 
 def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

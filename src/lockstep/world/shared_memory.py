@@ -85,7 +85,7 @@ class SharedMemory:
         """Return every rank's `tensor` (contiguous): (ranks, elements)."""
         return torch.cat([torch.stack(slots) for _, slots in self._exchanged("stack", tensor)], 1)
 
-    def numbers(self, parts: Sequence[Array]) -> Array | None:
+    def gather_array(self, parts: Sequence[Array]) -> Array | None:
         """Return every rank's `parts` as a row of float64: (ranks, Σn_i). None where that is more than a slot.
 
         The array is the memory itself: read it before the next exchange, and do not write to it.

@@ -161,7 +161,7 @@ class World:
         padded[: len(tensor)] = tensor
         return [each[:length] for each, length in zip(self.stack(padded), lengths, strict=True)]
 
-    def numbers(self, *parts: np.ndarray) -> np.ndarray:
+    def gather_array(self, *parts: np.ndarray) -> np.ndarray:
         """Return every rank's `parts` as a row of float64: (ranks, Σn_i) (*collective*).
 
         Spares numbers that are on the host, such as BatchNorm's statistics, a tensor's detours. Valid until the next
@@ -169,7 +169,7 @@ class World:
         """
         if self.memory is not None:
             with self.progress.during("all-gather"):
-                found = self.memory.numbers(parts)
+                found = self.memory.gather_array(parts)
             if found is not None:
                 return found
         stacked: np.ndarray = self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
