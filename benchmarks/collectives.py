@@ -89,7 +89,7 @@ def _sums(config: RunConfig, world: World) -> dict[str, dict[str, list[float]]]:
             "gloo": lambda tensor: dist.all_reduce(tensor, group=world.group),
             "shared memory": world.sum_,
         }
-        assert world.memory is not None, world.apart
+        assert world.memory is not None, world.shared_memory_reason
         subjects = {name: _slowest(world, way, tensor, repetitions) for name, way in ways.items()}
         found[size] = {name: list(one.values) for name, one in interleave(subjects, rounds=ROUNDS).items()}
     return found

@@ -177,7 +177,7 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
             torch.cuda.set_device(device)  # which each thread has its own of
         # torch's own limit, which on a GPU ends the process, comes after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
-        way = f"by gloo: {world.apart}" if world.memory is None else "through shared memory"
+        way = f"by gloo: {world.shared_memory_reason}" if world.memory is None else "through shared memory"
         few = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=device)
         return {  # collectives, in the same order on each rank
             "way": "by NCCL" if device.type == "cuda" else way,

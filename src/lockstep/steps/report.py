@@ -41,8 +41,8 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         if isinstance(source, SharedLoader):
             chosen |= {"order": source.order, "drop-last": source.drop_last}
     lines = [counted(world.size, "rank") if source is None else str(source.plan), _in_words(chosen)]
-    if world.apart and world.memory is None:
-        lines.append(f"gloo, since {world.apart}")
+    if world.shared_memory_reason and world.memory is None:
+        lines.append(f"gloo, since {world.shared_memory_reason}")
     if source is None and world.size > 1:
         lines.append("no loader was prepared: each rank makes its own batches, which together are the global batch")
     if prepared.batchnorm == "local" and prepared.replicas > 1:

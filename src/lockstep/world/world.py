@@ -37,7 +37,8 @@ class World:
     """The ranks that train together.
 
     This one is at `topology`, and computes on `device`.
-    CPU tensors go through `memory`, which the ranks of one host share, else by gloo; `apart` says why there is none.
+    CPU tensors go through `memory`, which the ranks of one host share, else by gloo; `shared_memory_reason` says why
+    there is no shared memory.
     `progress` tells the watchdog what this rank is doing; `notes` are what earlier starts of the ranks have left.
     """
 
@@ -47,7 +48,7 @@ class World:
     progress: Progress = field(default_factory=Progress, compare=False)
     notes: Notes = field(default_factory=Notes, compare=False)
     memory: shared_memory.SharedMemory | None = field(default=None, compare=False)
-    apart: str = ""
+    shared_memory_reason: str = ""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -88,11 +89,11 @@ class World:
         world = cls(topology, device, dist.group.WORLD, progress or Progress(), notes or Notes())
         if world.size == 1:
             return world
-        memory, apart = shared_memory.join(topology, collectives == "gloo", world.gather, timeout_s)
-        if apart and collectives == "shared-memory":
+        memory, reason = shared_memory.join(topology, collectives == "gloo", world.gather, timeout_s)
+        if reason and collectives == "shared-memory":
             world.close()
-            raise RequestError(f"--collectives shared-memory: {apart}; take --collectives gloo, or auto.")
-        return dataclasses.replace(world, memory=memory, apart=apart)
+            raise RequestError(f"--collectives shared-memory: {reason}; take --collectives gloo, or auto.")
+        return dataclasses.replace(world, memory=memory, shared_memory_reason=reason)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
         return self  # a copy of a layer that holds it belongs to the same world; a process group cannot be copied
