@@ -510,9 +510,9 @@ the loudest failure is the cause: monitor/failures.py
 # shared memory
 = ranks/test_shared_memory.py::test_sums_are_taken_in_the_order_of_the_ranks[3]
 sums are taken from the last rank to the first: world/shared_memory.py
-- for part, (first, second, *more) in self._exchanged("sum", tensor):
-+ for part, slots in self._exchanged("sum", tensor):
-+             first, second, *more = slots[::-1]
+- for part, (first, second, *further_slots) in self._exchange("sum", tensor):
++ for part, slots in self._exchange("sum", tensor):
++             first, second, *further_slots = slots[::-1]
 = ranks/test_shared_memory.py::test_a_rank_that_reads_slowly_reads_what_was_written
 a slot is written while others read it: world/shared_memory.py
 - _TURNS = 2
@@ -522,7 +522,7 @@ a rank that is killed is waited for: world/shared_memory.py
 - is_gone = ended.poll(0) or
 + is_gone =
 a rank that leaves is waited for: world/shared_memory.py
-- or words[peer, _LEFT]
+- or words[peer, _HAS_LEFT]
 = ranks/test_shared_memory.py::test_what_does_not_match_is_not_taken_for_what_is_asked
 ranks add up what does not match: world/shared_memory.py
 - if words[peer, _KIND + turn] != kind:

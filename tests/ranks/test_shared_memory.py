@@ -162,7 +162,7 @@ def _refused(world: World, folder: str, how: str) -> str:
     ("how", "why"),
     [
         ("host", "the ranks are on 2 hosts"),
-        ("memory", "no memory to share can be had (File too large)"),
+        ("memory", "shared memory cannot be allocated (File too large)"),
         ("user", "rank 1 cannot see the other ranks' processes (Permission denied)"),
         ("option", "a rank was started with --collectives gloo"),
     ],

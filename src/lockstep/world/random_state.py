@@ -1,8 +1,8 @@
-"""Random generators of torch, Python and NumPy: seeded, kept, saved, continued.
+"""Seed, preserve, save and restore the random generators of torch, Python and NumPy.
 
-Order and augmentation do not use them (they are functions of seed, epoch and index); weights at the start and a
-model's own randomness, such as dropout, do. A process has one of each kind for its CPU, and one of torch's for each
-GPU that it drives. `devices` are the devices that a process drives.
+Order and augmentation do not use them: they are functions of seed, epoch and index. Initial weights and a model's
+own randomness, such as dropout, do. A process has one CPU generator of each library, and one of torch's for each GPU
+that it drives. `devices` are the devices that a process drives.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ Devices = Sequence[torch.device]
 
 
 class Generators(NamedTuple):
-    """The states of one process's generators at a moment.
+    """States of one process's generators at one moment.
 
-    Reading those of a CPU takes 45 µs, comparing them 60 µs, mostly in NumPy.
+    Reading the CPU generators takes 45 µs, comparing them 60 µs, mostly in NumPy.
     """
 
     cpu: Tensor
     gpus: list[Tensor]
-    python: tuple[Any, ...]  # (version, 625 numbers of 32 bits, a Gaussian drawn in advance or None)
-    numpy: Any  # (kind, 624 numbers of 32 bits, position, whether a Gaussian was drawn in advance, that)
+    python: tuple[Any, ...]  # (version, 625 words of 32 bits, the cached Gaussian or None)
+    numpy: Any  # (algorithm, 624 words of 32 bits, position, has_gauss, cached Gaussian)
 
     @classmethod
     def now(cls, devices: Devices) -> Generators:
-        """Return the present states."""
+        """Return the current states."""
         gpus = [torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices)]
         return cls(torch.get_rng_state(), gpus, random.getstate(), np.random.get_state())
 
     def is_now(self) -> bool:
-        """Return whether the CPU's generators are unchanged since then."""
-        _, key, *rest = self.numpy
-        _, key_now, *rest_now = np.random.get_state()
+        """Return whether the CPU generators are still in these states."""
+        _, key, *fields = self.numpy
+        _, key_now, *fields_now = np.random.get_state()
         return (
             torch.equal(self.cpu, torch.get_rng_state())
             and self.python == random.getstate()
-            and rest == rest_now
+            and fields == fields_now
             and np.array_equal(key, key_now)
         )
 
     def put_back(self, devices: Devices) -> None:
-        """Make the generators of the process and `devices` continue from here."""
+        """Restore these states, on the CPU and on `devices`."""
         torch.set_rng_state(self.cpu)
         for gpu, state in zip(_gpus(devices), self.gpus, strict=True):
             torch.cuda.set_rng_state(state, gpu)
@@ -60,81 +60,82 @@ class Generators(NamedTuple):
         np.random.set_state(self.numpy)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the states as JSON holds them."""
+        """Return the states as JSON values."""
         version, words, gauss = self.python
-        _, key, *rest = self.numpy
+        _, key, *fields = self.numpy
         return {
-            "torch": _text(self.cpu.numpy()),
-            "gpus": [_text(state.numpy()) for state in self.gpus],
-            "python": [version, _text(np.array(words, np.uint32)), gauss],
-            "numpy": [_text(key), *rest],
+            "torch": _encode(self.cpu.numpy()),
+            "gpus": [_encode(state.numpy()) for state in self.gpus],
+            "python": [version, _encode(np.array(words, np.uint32)), gauss],
+            "numpy": [_encode(key), *fields],
         }
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Generators:
-        """Return the states that `as_json` wrote; raise `ValueError` for others."""
-        cpu, *gpus = (torch.from_numpy(_array(text, np.uint8)) for text in (saved["torch"], *saved["gpus"]))
+        """Return the states that `as_json` wrote. Raises `ValueError` for a state of another size."""
+        cpu, *gpus = (torch.from_numpy(_decode(text, np.uint8)) for text in (saved["torch"], *saved["gpus"]))
         if len(cpu) != len(torch.get_rng_state()):
             raise ValueError(f"a generator's state of {len(cpu)} bytes")
         version, words, gauss = saved["python"]
-        key, *rest = saved["numpy"]
-        python = (version, tuple(_array(words, np.uint32).tolist()), gauss)
-        return cls(cpu, gpus, python, ("MT19937", _array(key, np.uint32), *rest))
+        key, *fields = saved["numpy"]
+        python = (version, tuple(_decode(words, np.uint32).tolist()), gauss)
+        return cls(cpu, gpus, python, ("MT19937", _decode(key, np.uint32), *fields))
 
 
 def seed_all(*parts: int, devices: Devices = ()) -> None:
-    """Seed all generators, each differently, from the numbers given."""
-    torch.manual_seed(_number(*parts))
+    """Seed all generators, each differently, from `parts`."""
+    torch.manual_seed(_hash(*parts))
     for index, gpu in enumerate(_gpus(devices)):
         with torch.cuda.device(gpu):
-            torch.cuda.manual_seed(_number(*parts, index))
-    random.seed(_number(*parts, "python"))
-    np.random.seed(_number(*parts, "numpy") % 2**32)  # of torch's kind: from the same number it would draw alike
+            torch.cuda.manual_seed(_hash(*parts, index))
+    random.seed(_hash(*parts, "python"))
+    # A separate seed: NumPy has torch's algorithm, and would draw the same numbers from the same seed.
+    np.random.seed(_hash(*parts, "numpy") % 2**32)
 
 
 def seed_weights(seed: int) -> None:
-    """Seed torch's, NumPy's and Python's global generators: weights are then the same."""
+    """Seed torch's, NumPy's and Python's global generators for the initial weights."""
     torch.manual_seed(seed)
     random.seed(seed)
-    # Another number, since NumPy's legacy generator is of torch's kind and would draw alike; it takes 32 bits.
+    # Another seed of 32 bits: NumPy's legacy generator has torch's algorithm, and would draw the same numbers.
     np.random.seed(int.from_bytes(hashlib.sha256(repr(("weights", seed)).encode()).digest()[:4], "little"))
 
 
 @contextmanager
 def kept(devices: Devices = ()) -> Iterator[None]:
-    """Restore the generators' states after the block."""
-    before = Generators.now(devices)
+    """Restore the generators' current states after the block."""
+    states = Generators.now(devices)
     try:
         yield
     finally:
-        before.put_back(devices)
+        states.put_back(devices)
 
 
 def save_generators(world: World, devices: Devices) -> list[dict[str, Any]]:
-    """Return every rank's states, as JSON holds them (*collective*)."""
+    """Return every rank's states as JSON values (*collective*)."""
     return world.gather(Generators.now(devices).as_json())
 
 
 def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, devices: Devices) -> None:
-    """Continue this rank's generators; seed them from `fallback` in another world."""
-    own = Generators.from_json(saved[world.rank]) if len(saved) == world.size else None
-    if own is None or len(own.gpus) != len(_gpus(devices)):
+    """Restore this rank's generators; in a world of another size, seed them from `fallback`."""
+    states = Generators.from_json(saved[world.rank]) if len(saved) == world.size else None
+    if states is None or len(states.gpus) != len(_gpus(devices)):
         seed_all(*fallback, world.rank, devices=devices)
     else:
-        own.put_back(devices)
+        states.put_back(devices)
 
 
 def _gpus(devices: Devices) -> list[torch.device]:
     return [device for device in devices if device.type == "cuda"]
 
 
-def _number(*parts: int | str) -> int:
+def _hash(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-def _text(array: np.ndarray) -> str:
+def _encode(array: np.ndarray) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-def _array(text: str, kind: type[np.generic]) -> np.ndarray:
-    return np.frombuffer(bytearray(base64.b64decode(text)), kind)
+def _decode(text: str, dtype: type[np.generic]) -> np.ndarray:
+    return np.frombuffer(bytearray(base64.b64decode(text)), dtype)

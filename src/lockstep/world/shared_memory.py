@@ -1,14 +1,15 @@
 """Shared-memory collectives of CPU tensors between the ranks of one host.
 
-A collective over loopback takes a millisecond however small it is, and a net with BatchNorm has two for each layer and
-step. Here each rank copies its numbers into a slot of its own, publishes a sequence number, waits for those of the
-others, and adds up all slots in rank order: an element's bits do not depend on its place. Two rows of slots are used by
-turns: a rank that writes into one again has seen all others begin the next exchange, and so be done with the last one.
-x86-64 keeps the order of stores, numbers before their sequence number; other processors need fences that Python lacks.
+A collective over loopback takes at least a millisecond, and a net with BatchNorm makes two per layer and step. Here
+each rank copies its values into its own slot, publishes a sequence number, waits for the sequence numbers of the other
+ranks, and adds up all slots in rank order: an element's bits do not depend on its position. Two rows of slots
+alternate: before a rank overwrites a row, every other rank has begun the next exchange, and has finished reading that
+row. x86-64 keeps the order of stores, values before their sequence number; other processors need fences that Python
+lacks.
 
-The memory is a file without a name (memfd): no death of a process leaves it behind, and the size of /dev/shm, which
-containers keep small, does not limit it. Rank 0 makes it; the others open it through rank 0's /proc entry, which the
-kernel allows to processes of the same user alone.
+The memory is an anonymous file (memfd): it disappears with the processes, however they end, and the size of /dev/shm,
+which containers keep small, does not limit it. Rank 0 creates it; the other ranks open it through rank 0's /proc entry,
+which the kernel allows only to processes of the same user.
 """
 
 from __future__ import annotations
@@ -36,28 +37,29 @@ from .topology import Topology
 
 Array = npt.NDArray[Any]
 Slots = tuple[Tensor, ...]
-"""Every rank's numbers, in rank order."""
+"""Every rank's values, in rank order."""
 _SLOT_BYTES = 1 << 19
 _TURNS = 2
-_WORDS = 8  # of 64 bits, for each rank: a cache line. Word 0 is its sequence number.
-_LEFT, _KIND = 1, 2  # the words that say whether it has left, and what it exchanges, by turns
+_WORDS = 8  # 64-bit words per rank: a cache line. Word 0 is the rank's sequence number.
+_HAS_LEFT, _KIND = 1, 2  # word 1: whether the rank has left; words 2 and 3: the kind of its exchange, one per turn
 
-_LOOKS = 100  # before a rank that waits yields its processor
-_YIELD_S = 1e-3  # before a rank that waits takes naps
-_NAP, _LONGEST_NAP_S = 0.05, 1e-3  # of the time that it has waited
+_POLLS = 100  # polls before a waiting rank yields its processor
+_YIELD_S = 1e-3  # waiting time before a rank sleeps between polls
+_SLEEP_SHARE, _LONGEST_SLEEP_S = 0.05, 1e-3  # a sleep lasts this share of the time waited, at most this long
 
 
 class PeerLostError(RuntimeError):
-    """A rank that others wait for does not come."""
+    """A rank that other ranks wait for has ended, or does not arrive."""
 
 
 class SharedMemory:
     """One rank's side of the memory. Calls are *collective*, by one thread."""
 
     def __init__(self, fd: int, rank: int, processes: Sequence[int], timeout_s: float) -> None:
-        """Map `fd`, shared with the ranks of these process ids.
+        """Map `fd`, the memory shared by the ranks whose process ids are `processes`.
 
-        Raises `OSError` for an invisible process. Collectives that wait longer than `timeout_s` raise `PeerLostError`.
+        Raises `OSError` for an invisible process. A collective that waits longer than `timeout_s` raises
+        `PeerLostError`.
         """
         self._rank, self._timeout_s, self._sequence = rank, timeout_s, 0
         self._peers = {peer: os.pidfd_open(pid) for peer, pid in enumerate(processes) if peer != rank}
@@ -66,66 +68,66 @@ class SharedMemory:
         self._words = memoryview(mapped)[slots_bytes:].cast("q", (size, _WORDS))
         slots = torch.frombuffer(mapped, dtype=torch.uint8, count=slots_bytes).view(_TURNS, size, _SLOT_BYTES)
 
-        @lru_cache(1024)  # a model needs two for each size of tensor
-        def views(turn: int, operation: str, dtype: torch.dtype, count: int, whole: int) -> tuple[int, Slots]:
-            kind = zlib.crc32(f"{operation} {dtype} {whole}".encode())
-            with torch.inference_mode(False):  # one made in an evaluation could not be written to after it
+        @lru_cache(1024)  # a model needs two per tensor size
+        def views(turn: int, operation: str, dtype: torch.dtype, count: int, total_count: int) -> tuple[int, Slots]:
+            kind = zlib.crc32(f"{operation} {dtype} {total_count}".encode())
+            with torch.inference_mode(False):  # an inference tensor, made in an evaluation, is read-only in training
                 return kind, slots[turn, :, : count * dtype.itemsize].view(dtype).unbind()
 
-        self._views, self._numbers = views, slots.view(torch.float64).numpy()
+        self._views, self._rows = views, slots.view(torch.float64).numpy()
 
     def sum_(self, tensor: Tensor) -> None:
         """Add up `tensor` (contiguous) in rank order, in place."""
-        for part, (first, second, *more) in self._exchanged("sum", tensor):
+        for part, (first, second, *further_slots) in self._exchange("sum", tensor):
             torch.add(first, second, out=part)
-            for each in more:
-                part.add_(each)
+            for slot in further_slots:
+                part.add_(slot)
 
     def stack(self, tensor: Tensor) -> Tensor:
         """Return every rank's `tensor` (contiguous): (ranks, elements)."""
-        return torch.cat([torch.stack(slots) for _, slots in self._exchanged("stack", tensor)], 1)
+        return torch.cat([torch.stack(slots) for _, slots in self._exchange("stack", tensor)], 1)
 
     def gather_array(self, parts: Sequence[Array]) -> Array | None:
-        """Return every rank's `parts` as a row of float64: (ranks, Σn_i). None where that is more than a slot.
+        """Return every rank's `parts` as a row of float64, (ranks, Σn_i); None if a row exceeds a slot.
 
-        The array is the memory itself: read it before the next exchange, and do not write to it.
+        The array is the shared memory itself: read it before the next exchange, and do not write to it.
         """
         count = sum(map(len, parts))
         if count * 8 > _SLOT_BYTES:
             return None
-        rows = self._numbers[(self._sequence + 1) % _TURNS, :, :count]
+        rows = self._rows[(self._sequence + 1) % _TURNS, :, :count]
         np.concatenate(parts, out=rows[self._rank])
-        self._meet(~count)  # negative, unlike a tensor's kind
+        self._synchronize(~count)  # negative; the kinds of tensors are not
         return rows
 
     def close(self) -> None:
-        """Tell ranks that wait for this one that it has left."""
-        self._words[self._rank, _LEFT] = 1
+        """Announce to waiting ranks that this one has left."""
+        self._words[self._rank, _HAS_LEFT] = 1
         while self._peers:
             os.close(self._peers.popitem()[1])
 
-    def _exchanged(self, operation: str, tensor: Tensor) -> Iterator[tuple[Tensor, Slots]]:
-        """Yield each part of `tensor` that fits a slot with every rank's. They are valid until the next exchange."""
-        flat = tensor.detach().view(-1)  # nothing is written to a view that a gradient passes
+    def _exchange(self, operation: str, tensor: Tensor) -> Iterator[tuple[Tensor, Slots]]:
+        """Yield `tensor` in parts that fit a slot, each with every rank's copy. Valid until the next exchange."""
+        flat = tensor.detach().view(-1)  # in-place writes to a view of a tensor with gradients would raise
         parts = (flat,) if flat.nbytes <= _SLOT_BYTES else torch.split(flat, _SLOT_BYTES // flat.element_size())
         for part in parts:
             turn = (self._sequence + 1) % _TURNS
             kind, slots = self._views(turn, operation, part.dtype, part.numel(), flat.numel())
             slots[self._rank].copy_(part)
-            self._meet(kind)
+            self._synchronize(kind)
             yield part, slots
 
-    def _meet(self, kind: int) -> None:
-        """Publish this rank's slot, and return once all ranks have published theirs.
+    def _synchronize(self, kind: int) -> None:
+        """Publish this rank's slot; return once all ranks have published their slots.
 
-        Raises `UnmatchedError` where another rank exchanges something else: it would be taken for this.
+        Raises `UnmatchedError` if another rank makes a different exchange: its values would be taken for this one's.
         """
         self._sequence = sequence = self._sequence + 1
         words, turn = self._words, sequence % _TURNS
         words[self._rank, _KIND + turn] = kind
         words[self._rank, 0] = sequence
         for peer in self._peers:
-            for _ in range(_LOOKS):
+            for _ in range(_POLLS):
                 if words[peer, 0] >= sequence:
                     break
             else:
@@ -145,10 +147,10 @@ class SharedMemory:
             if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
-            # A nap lets other threads of this process have Python's lock as well.
-            time.sleep(min(_NAP * waited_s, _LONGEST_NAP_S))
-            is_gone = ended.poll(0) or words[peer, _LEFT]
-            if words[peer, 0] >= self._sequence:  # it published before it went
+            # Sleeping also releases Python's lock to other threads of this process.
+            time.sleep(min(_SLEEP_SHARE * waited_s, _LONGEST_SLEEP_S))
+            is_gone = ended.poll(0) or words[peer, _HAS_LEFT]
+            if words[peer, 0] >= self._sequence:  # it published before it ended
                 return
             if is_gone:
                 raise PeerLostError(f"rank {peer}: remote process exited")
@@ -164,31 +166,31 @@ def join(
     `gather` collects one item from each rank, by another transport.
     """
     rank, memory, fd, name = topology.rank, None, -1, secrets.token_hex(16)
-    why = "a rank was started with --collectives gloo" if is_unwanted else _unfit(topology.nodes)
+    reason = "a rank was started with --collectives gloo" if is_unwanted else _find_obstacle(topology.nodes)
     try:
-        if rank == 0 and not why:
+        if rank == 0 and not reason:
             fd = os.memfd_create(name)
-            # An error now: to write to what is not there would kill.
+            # Raises now; later, a write to memory that is not available would kill the process.
             os.posix_fallocate(fd, 0, _total_bytes(topology.size))
     except OSError as error:
-        why = f"no memory to share can be had ({error.strerror})"
-    whys, processes, fds, names = zip(*gather([why, os.getpid(), fd, name]), strict=True)
-    if not any(whys):
+        reason = f"shared memory cannot be allocated ({error.strerror})"
+    reasons, processes, fds, names = zip(*gather([reason, os.getpid(), fd, name]), strict=True)
+    if not any(reasons):
         try:
             fd = fd if rank == 0 else _open(Path(f"/proc/{processes[0]}/fd/{fds[0]}"), names[0])
             memory = SharedMemory(fd, rank, processes, timeout_s)
         except OSError as error:
-            why = f"rank {rank} cannot see the other ranks' processes ({error.strerror})"
-        whys = tuple(gather(why))
+            reason = f"rank {rank} cannot see the other ranks' processes ({error.strerror})"
+        reasons = tuple(gather(reason))
     if fd >= 0:
         os.close(fd)
-    why = next(filter(None, whys), "")
-    if why and memory is not None:
+    reason = next(filter(None, reasons), "")
+    if reason and memory is not None:
         memory.close()
-    return (None, why) if why else (memory, "")
+    return (None, reason) if reason else (memory, "")
 
 
-def _unfit(nodes: int) -> str:
+def _find_obstacle(nodes: int) -> str:
     if nodes > 1:
         return f"the ranks are on {nodes} hosts"
     if platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
@@ -197,10 +199,10 @@ def _unfit(nodes: int) -> str:
 
 
 def _open(path: Path, name: str) -> int:
-    if name not in str(path.readlink()):  # in a container of its own, that number is another process's
+    if name not in str(path.readlink()):  # in a separate container, that process id is another process's
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _total_bytes(size: int) -> int:
-    return size * (_TURNS * _SLOT_BYTES + _WORDS * 8)
+def _total_bytes(ranks: int) -> int:
+    return ranks * (_TURNS * _SLOT_BYTES + _WORDS * 8)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's place.
+    """One rank's place: `rank` of `size`, and `local_rank` of `local_size` on its `node` of `nodes`.
 
-    It is `rank` of `size`, and `local_rank` of `local_size` on its `node` of `nodes`.
-    Rank 0 listens at `address` and `port` where these are known: not with a file, or a store that was handed over.
+    Rank 0 listens at `address` and `port`. They are unset for a file store, and for a store that the caller passes.
     """
 
     rank: int = 0
@@ -23,11 +22,20 @@ class Topology:
     port: int = 0
 
     @classmethod
-    def of_node(cls, here: int, *, first: int = 0, size: int = 0, node: int = 0, nodes: int = 1) -> list[Topology]:
-        """Return the places of a node's `here` ranks, from `first` on."""
+    def of_node(
+        cls, local_size: int, *, first: int = 0, size: int = 0, node: int = 0, nodes: int = 1
+    ) -> list[Topology]:
+        """Return the places of a node's `local_size` ranks, from rank `first` on."""
         return [
-            cls(rank=first + at, size=size or here, local_rank=at, local_size=here, node=node, nodes=nodes)
-            for at in range(here)
+            cls(
+                rank=first + local_rank,
+                size=size or local_size,
+                local_rank=local_rank,
+                local_size=local_size,
+                node=node,
+                nodes=nodes,
+            )
+            for local_rank in range(local_size)
         ]
 
     @property

@@ -1,6 +1,6 @@
 """The ranks that train together, as a value.
 
-With one rank every method is the identity, so that no caller asks how many ranks there are. Methods marked
+With one rank every method is the identity, so that no caller needs the number of ranks. Methods marked
 *collective* must be called by every rank, in the same order.
 """
 
@@ -36,10 +36,9 @@ T = TypeVar("T")
 class World:
     """The ranks that train together.
 
-    This one is at `topology`, and computes on `device`.
-    CPU tensors go through `memory`, which the ranks of one host share, else by gloo; `shared_memory_reason` says why
-    there is no shared memory.
-    `progress` tells the watchdog what this rank is doing; `notes` are what earlier starts of the ranks have left.
+    This process has its place in `topology`, and computes on `device`. CPU tensors go through `memory`, which the ranks
+    of one host share, or through gloo; `shared_memory_reason` says why `memory` is None. `progress` reports this rank's
+    current phase to the watchdog; `notes` are messages from earlier starts of the ranks.
     """
 
     topology: Topology
@@ -52,7 +51,7 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
-        """Return the world of this one process."""
+        """Return a world of this process alone."""
         return cls(Topology(), torch.device(device))
 
     @classmethod
@@ -70,9 +69,9 @@ class World:
     ) -> World:
         """Form the process group of all ranks over `store` (*collective*).
 
-        NCCL moves CUDA tensors; `collectives` says what moves those of CPUs: auto, gloo or shared-memory. A collective
-        that waits `timeout_s` for a rank raises in the others; forming the group waits `form_s`, by default as long.
-        Raises `RequestError` where shared-memory is asked for and cannot be.
+        NCCL moves CUDA tensors; `collectives` chooses the transport of CPU tensors: auto, gloo or shared-memory. A
+        collective that waits `timeout_s` for a rank raises on the other ranks; forming the group waits `form_s`, by
+        default also `timeout_s`. Raises `RequestError` if shared memory was requested and is not available.
         """
         is_cuda, hook = device.type == "cuda", sys.excepthook
         dist.init_process_group(
@@ -83,7 +82,7 @@ class World:
             timeout=timedelta(seconds=timeout_s if form_s is None else form_s),
             device_id=device if is_cuda else None,
         )
-        sys.excepthook = hook  # torch's own drops what another one says, and stays
+        sys.excepthook = hook  # torch replaces the hook and discards the previous one's output
         if form_s is not None:
             _torch.set_timeout(timedelta(seconds=timeout_s))
         world = cls(topology, device, dist.group.WORLD, progress or Progress(), notes or Notes())
@@ -96,7 +95,7 @@ class World:
         return dataclasses.replace(world, memory=memory, shared_memory_reason=reason)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
-        return self  # a copy of a layer that holds it belongs to the same world; a process group cannot be copied
+        return self  # a copied layer belongs to the same world; a process group cannot be copied
 
     @property
     def rank(self) -> int:
@@ -121,8 +120,8 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the element-wise sum of `tensor` over all ranks (*collective*).
 
-        Over three ranks or more, an element's last bits depend on its place where gloo or NCCL add up. What has to be
-        the same bits wherever it stands goes through `stack`.
+        With three ranks or more, the rounding of gloo and NCCL depends on an element's position. Sums whose bits must
+        not depend on it go through `stack`.
         """
         return self.sum_(tensor.clone(memory_format=torch.contiguous_format))
 
@@ -147,32 +146,32 @@ class World:
         tensor = tensor.contiguous()
         with self.progress.during("all-gather"):
             if self.memory is not None and not tensor.is_cuda:
-                found = self.memory.stack(tensor)
+                gathered = self.memory.stack(tensor)
             else:
-                found = tensor.new_empty(self.size * tensor.numel())
-                dist.all_gather_into_tensor(found, tensor.view(-1), group=self.group)
-        return found.view(self.size, *tensor.shape)
+                gathered = tensor.new_empty(self.size * tensor.numel())
+                dist.all_gather_into_tensor(gathered, tensor.view(-1), group=self.group)
+        return gathered.view(self.size, *tensor.shape)
 
     def gather_variable_length(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's `tensor` in rank order (*collective*). Each is (n, …); n may differ."""
+        """Return every rank's `tensor`, (n, …), in rank order (*collective*). n may differ between ranks."""
         lengths: list[int] = self.stack(torch.tensor(len(tensor))).tolist()
         if not any(lengths):
             return [tensor] * self.size
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
-        return [each[:length] for each, length in zip(self.stack(padded), lengths, strict=True)]
+        return [rows[:length] for rows, length in zip(self.stack(padded), lengths, strict=True)]
 
     def gather_array(self, *parts: np.ndarray) -> np.ndarray:
         """Return every rank's `parts` as a row of float64: (ranks, Σn_i) (*collective*).
 
-        Spares numbers that are on the host, such as BatchNorm's statistics, a tensor's detours. Valid until the next
-        collective, and not to be written: where ranks share memory, it is that memory.
+        For host arrays, such as BatchNorm's statistics, without the overhead of tensors. Valid until the next
+        collective, and read-only: it may be the shared memory itself.
         """
         if self.memory is not None:
             with self.progress.during("all-gather"):
-                found = self.memory.gather_array(parts)
-            if found is not None:
-                return found
+                rows = self.memory.gather_array(parts)
+            if rows is not None:
+                return rows
         stacked: np.ndarray = self.stack(torch.from_numpy(np.concatenate(parts, dtype=np.float64))).numpy()
         return stacked
 
@@ -180,60 +179,61 @@ class World:
         """Return every rank's `item`, small and JSON-able, in rank order (*collective*)."""
         if self.group is None:
             return [item]
-        # JSON, not all_gather_object: that one unpickles whatever a peer sends.
+        # JSON, not all_gather_object, which unpickles the bytes that a peer sends.
         text = torch.frombuffer(bytearray(json.dumps(item).encode()), dtype=torch.uint8)
-        return [json.loads(each.numpy().tobytes()) for each in self.gather_variable_length(text)]
+        return [json.loads(encoded.numpy().tobytes()) for encoded in self.gather_variable_length(text)]
 
     def find_mismatch(self, facts: dict[str, Any]) -> tuple[int, str] | None:
-        """Return the first rank that has other `facts` than rank 0 (*collective*).
+        """Return the first rank whose `facts` differ from rank 0's, and the differences (*collective*).
 
-        `facts` is {name: number or text}, compared by rank 0's names. The text has the differences; None where all are
-        alike.
+        `facts` is {name: number or text}, compared by rank 0's names. Returns None if all ranks agree.
         """
-        first, *others = self.gather(facts)
-        for rank, theirs in enumerate(others, start=1):
-            pairs = ((name, theirs.get(name), had) for name, had in first.items())
-            differ = [f"{name} {has} (rank 0 has {had})" for name, has, had in pairs if has != had]
-            if differ:
-                return rank, ", ".join(differ)
+        reference, *other_facts = self.gather(facts)
+        for rank, rank_facts in enumerate(other_facts, start=1):
+            pairs = ((name, rank_facts.get(name), expected) for name, expected in reference.items())
+            differences = [
+                f"{name} {value} (rank 0 has {expected})" for name, value, expected in pairs if value != expected
+            ]
+            if differences:
+                return rank, ", ".join(differences)
         return None
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""
         if self.group is not None:
             for tensor in tensors:
-                with self.progress.during("broadcast"):  # each by itself: all of a large model may take long
+                with self.progress.during("broadcast"):  # one phase per tensor: a large model may take long
                     dist.broadcast(tensor, src=0, group=self.group)
 
     def barrier(self) -> None:
-        """Return once every rank has come here (*collective*)."""
-        # An all-reduce of one CPU number: NCCL's own barrier would pick a device by itself.
+        """Return once every rank has called this (*collective*)."""
+        # An all-reduce of one CPU number: NCCL's barrier would choose a device.
         with self.progress.during("barrier"):
             self.sum_(torch.zeros(1))
 
     def together(self, attempt: Callable[[], T]) -> T:
         """Return this rank's value of `attempt`, which must not communicate (*collective*).
 
-        Where it raises `RequestError` on any rank, every rank raises one, with the sentence of the lowest such rank.
-        Any other exception passes through at once: a bug is not a request, and ends the run by itself.
+        If it raises `RequestError` on any rank, every rank raises the message of the lowest such rank. Any other
+        exception propagates at once: it is a bug, and ends the run.
         """
-        refused: RequestError | None = None
+        refusal: RequestError | None = None
         try:
             result = attempt()
         except RequestError as error:
-            refused = error
-        for sentence in self.gather(None if refused is None else str(refused)):
-            if sentence is not None:
-                raise RequestError(sentence) from refused
+            refusal = error
+        for message in self.gather(None if refusal is None else str(refusal)):
+            if message is not None:
+                raise RequestError(message) from refusal
         return result
 
     def from_main(self, attempt: Callable[[], T]) -> T:
-        """Return rank 0's value of `attempt` on all ranks (*collective*). JSON-able; raises as `together` does."""
-        found: T = self.gather(self.together(lambda: attempt() if self.is_main else None))[0]
-        return found
+        """Return rank 0's value of `attempt`, JSON-able, on all ranks (*collective*). Raises as `together` does."""
+        value: T = self.gather(self.together(lambda: attempt() if self.is_main else None))[0]
+        return value
 
     def close(self) -> None:
-        """Leave the process group. The world is of no use afterwards."""
+        """Leave the process group. The world cannot be used afterwards."""
         if self.memory is not None:
             self.memory.close()
         if self.group is not None and dist.is_initialized():
