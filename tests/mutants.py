@@ -371,8 +371,8 @@ an old checkpoint is deleted under its own name: checkpoint/write.py
 + shutil.rmtree(folder)
 = unit/test_checkpoint.py::test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training
 a checkpoint holds the weights of a later step: checkpoint/write.py
-- groups.setdefault(group, {})[rest] = copy
-+ groups.setdefault(group, {})[rest] = tensor.detach()
+- groups.setdefault(group, {})[key] = copy
++ groups.setdefault(group, {})[key] = tensor.detach()
 = unit/test_record.py::test_a_failed_write_leaves_the_old_file
 a file is written in its place: files.py
 - part = path.with_name(f".{path.name}.{os.getpid()}.part")

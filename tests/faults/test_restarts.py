@@ -62,7 +62,7 @@ def test_ranks_that_are_lost_come_back_to_the_very_same_bits(undisturbed: Path, 
     assert "Rank 1 was stopped, died or was cut off " in ended.err
     assert "Rank 0 was killed by SIGKILL (out of memory?); the ranks start again (restart 2 of 2)." in ended.err
     assert "is damaged (model.safetensors does not match its checksum" in ended.err
-    assert f"the run goes on from {older.with_name('step-00000048')}\n" in ended.err
+    assert f"the run continues from {older.with_name('step-00000048')}\n" in ended.err
     assert losses(run) == losses(undisturbed)
     assert weights(run) == weights(undisturbed)
     config = read_toml(run / "config.toml")

@@ -146,8 +146,8 @@ def test_what_is_another_run_is_refused_and_nothing_is_changed(
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for option, value, had in (("--model", "mlp", "resnet8"), ("--seed", 1, 0)):
         said = refusal(capsys, *NET, *ONE, option, value, "--resume", "run")
-        assert f"another run's: asked for {option} {value} (it has {had})" in said
-        assert "give these flags the values that it has" in said
+        assert f"another run: this one has {option} {value} (the checkpoint has {had})" in said
+        assert "give these flags the checkpoint's values" in said
     assert "they are part of the model" in refusal(capsys, *NET, *ONE, "--accumulate", 2, "--resume", "run")
     changed = {path.name for path, time_ns in before.items() if path.stat().st_mtime_ns != time_ns}
     assert changed <= {".lock"}  # who looked last

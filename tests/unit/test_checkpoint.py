@@ -232,11 +232,11 @@ def test_damage_is_named_with_the_newest_good_checkpoint(
         load(tmp_path)
     # With the one that is offered damaged too, the next is offered; with none left, it says so.
     for good in (2, 1):
-        with pytest.raises(RequestError, match=f"the last good one is {folder}/step-0000000{good}:"):
+        with pytest.raises(RequestError, match=f"the last intact one is {folder}/step-0000000{good}:"):
             load(folder / "last")
         assert load(folder / "last", fall_back=True).meta["step"] == good
         damage(folder / f"step-0000000{good}")
-    with pytest.raises(RequestError, match="no other good one"):
+    with pytest.raises(RequestError, match="no other intact one"):
         load(folder / "last", fall_back=True)
 
 

@@ -219,7 +219,7 @@ def test_links_of_a_run_lead_to_its_checkpoints_alone(tmp_path: Path, target: st
     link.symlink_to(target)
     code, said = outcome("diff", run, GOLDEN / "checkpoints" / STEP)
     assert code == 2
-    assert "and not to a checkpoint beside it" in said
+    assert "not to a checkpoint in the same folder" in said
 
 
 def test_a_users_own_link_to_a_run_is_followed(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Read tensors from lockstep, torch or safetensors files. No code in them runs.
 
-Names are those of our checkpoints: `model/conv1.weight`, `optimizer/…`. The prefixes that wrappers leave in names
-(`module.` of DataParallel and DistributedDataParallel, `_orig_mod.` of torch.compile) are taken off.
+Tensors are named as in lockstep's checkpoints: `model/conv1.weight`, `optimizer/…`. The prefixes of wrappers (`module.`
+of DataParallel and DistributedDataParallel, `_orig_mod.` of torch.compile) are removed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _GROUPS = {
     **dict.fromkeys(("ema", "model_ema", "state_dict_ema", "ema_state_dict", "model_ema_state_dict"), "ema"),
     **dict.fromkeys(("optimizer", "optim", "optimizer_state_dict"), "optimizer"),
 }
-"""Our names of a checkpoint's parts, by those of training scripts."""
+"""Our group names, by the keys that training scripts use."""
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
 _PLAIN = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|(__builtin__|builtins) (set|complex)|torch \w+|"
     r"torch\.(cuda|storage|nn\.parameter|serialization|_tensor) \w+|"
     r"torch\._utils _rebuild_(parameter\w*|tensor\w*|sparse_tensor|qtensor|meta_tensor_no_storage)"
 )
-"""Names in a pickle of tensors. Others that torch takes for safe, such as bytearray, allocate any size of memory."""
+"""Globals in a pickle of tensors. Others that torch considers safe, such as bytearray, can allocate any amount."""
 _CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
-_PICKLES = 5  # at the beginning of a file that torch wrote before it wrote archives
-_VIEWS = 1000  # bytes of tensors for each that their file has: some share memory
-_LEVELS, _ITEMS = 32, 3_000_000  # of dictionaries and lists in each other, and in all of them
+_PICKLES = 5  # pickles at the beginning of torch's format before the zip archive
+_VIEWS = 1000  # most bytes of tensors per byte of their file; views share memory
+_LEVELS, _ITEMS = 32, 3_000_000  # most levels of nested dictionaries and lists; most items in all of them
 _BROKEN = (
     *(*DEFECTS, RuntimeError, EOFError, AssertionError, MemoryError),
     *(pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile),
 )
-"""Errors for bytes that are no file of weights; their type depends on the bytes."""
+"""Errors raised for files of other formats; the type depends on the bytes."""
 
 
 class _CodeError(Exception):
@@ -59,14 +59,14 @@ class _CodeError(Exception):
 def read(path: Path) -> dict[str, Tensor]:
     """Return the tensors in `path` by name, on the CPU.
 
-    `path` is a run of ours or one of its checkpoints, a safetensors file, or the output of `torch.save` for tensors in
-    dictionaries and lists. Raises `RequestError` for no tensors, damage, and a file that would take far more memory
-    than its size; and for a pickle of anything but tensors, numbers and words, since to load it could run code.
+    `path` is a lockstep run or one of its checkpoints, a safetensors file, or the output of `torch.save` for tensors in
+    dictionaries and lists. Raises `RequestError` for a file without tensors, a damaged file, a file that would need far
+    more memory than its size, and a pickle of more than tensors, numbers and strings: loading it could run code.
     """
     if not path.exists() or path.is_dir():
         return load(path).tensors
     try:
-        found = _named(path, _held(path))
+        tensors = _name_tensors(path, _load_content(path))
     except _CodeError as error:
         raise RequestError(
             f"{path} is a pickle of more than tensors, and loading it could run code, so it is not loaded; where it "
@@ -77,16 +77,16 @@ def read(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read: it is cut short, damaged, or no file of weights ({reason(error)}); give another "
             "copy of it."
         ) from error
-    if not found:
+    if not tensors:
         raise RequestError(f"{path} holds no tensor; give a checkpoint, or a file of weights.")
-    return found
+    return tensors
 
 
-def _held(path: Path) -> Any:
-    """Return the file's content. First checks that it needs no more memory than disk."""
+def _load_content(path: Path) -> Any:
+    """Return the file's content. First check that it needs no more memory than disk space."""
     with open(path, "rb", opener=named) as file:
-        check_filled(found := os.fstat(file.fileno()))
-        size = found.st_size
+        check_filled(status := os.fstat(file.fileno()))
+        size = status.st_size
         if size > psutil.virtual_memory().total:
             raise ValueError(f"its {size:,} bytes are more than this host's memory")
         begin = file.read(9)
@@ -98,93 +98,93 @@ def _held(path: Path) -> Any:
         elif begin[:1] == b"\x80":
             _check_pickles(file, size, _PICKLES)
         else:
-            raise ValueError("it begins as none does")
+            raise ValueError("its first bytes are those of no known format")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _check_archive(file: IO[bytes], size: int) -> None:
-    """Raise for compressed, overlapping or repeated archive entries. Also raises what `_check_pickles` does."""
-    # torch looks for the directory where the locator of a zip64 archive says, zipfile just before it.
+    """Raise ValueError for compressed, overlapping or repeated archive entries. Checks the pickles in it."""
+    # torch reads the directory at the zip64 locator's offset, zipfile just before the locator.
     file.seek(max(0, size - 98))
     end = file.read()
     if end[-22:-18] != b"PK\5\6" or (end[56:60] == b"PK\6\7" and end[64:72] != struct.pack("<Q", size - 98)):
         raise ValueError("the archive has no end, or two")
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
-        names = {each.filename.lower() for each in entries}  # torch finds them so
-        if any(each.compress_type or each.flag_bits & 1 for each in entries) or len(names) < len(entries):
+        names = {entry.filename.lower() for entry in entries}  # torch ignores case
+        if any(entry.compress_type or entry.flag_bits & 1 for entry in entries) or len(names) < len(entries):
             raise ValueError("an entry of the archive is compressed, or there twice")
-        if sum(each.file_size for each in entries) > size:
+        if sum(entry.file_size for entry in entries) > size:
             raise ValueError("the archive's entries are larger than it")
-        for each in entries:
-            if each.filename.lower().endswith("data.pkl"):
-                with archive.open(each) as pickled:
+        for entry in entries:
+            if entry.filename.lower().endswith("data.pkl"):
+                with archive.open(entry) as pickled:
                     _check_pickles(pickled, size, 1)
 
 
 def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
-    """Scan pickles without loading them. Raises `_CodeError` for one that names more than tensors.
+    """Scan pickles without loading them. Raises `_CodeError` for globals beyond those of tensors.
 
-    Raises ValueError where repeated references, written out, are far larger than the file: to hash tuples in tuples, or
-    one large key many times, takes for ever.
+    Raises ValueError if the expanded references are far larger than the file: hashing nested tuples, or one large key
+    many times, would take exponential time.
     """
     for _ in range(count):
-        repeated, memo, stack = 0, dict[Any, int](), list[int | None]()  # how large each object is; None: a mark
+        repeated, memo, stack = 0, dict[Any, int](), list[int | None]()  # expanded size of each object; None for a mark
         for op, arg, _ in pickletools.genops(file):
             if op.name in _CALLS and not (op.name == "GLOBAL" and _PLAIN.fullmatch(str(arg))):
                 raise _CodeError(arg)
             if op.name.endswith("PUT"):
                 memo[arg] = stack[-1] or 0
                 continue
-            weight, taken = memo.get(arg, 0) if op.name.endswith("GET") else 1, list(op.stack_before)
+            weight, operands = memo.get(arg, 0) if op.name.endswith("GET") else 1, list(op.stack_before)
             repeated += weight - 1
             if repeated > 1_000_000 + size:
                 raise ValueError("it refers to itself")
-            if pickletools.markobject in taken:
+            if pickletools.markobject in operands:
                 while (top := stack.pop()) is not None:
                     weight += top
-                taken = taken[: taken.index(pickletools.markobject)]
-            for _ in taken:
+                operands = operands[: operands.index(pickletools.markobject)]
+            for _ in operands:
                 weight += stack.pop() or 0
             stack += [None if op.name == "MARK" else weight] * len(op.stack_after)
 
 
-def _named(path: Path, found: Any) -> dict[str, Tensor]:
-    """Return nested tensors by name, with the group in front. From dictionaries and lists.
+def _name_tensors(path: Path, content: Any) -> dict[str, Tensor]:
+    """Return the tensors in nested dictionaries and lists, by group and name.
 
-    Tensors at the top level of a checkpoint are a model. Raises ValueError for tensors whose values cannot be compared.
+    Tensors at the top level are a model's. Raises ValueError for tensors whose values cannot be compared.
     """
-    if not isinstance(found, Mapping):
-        found = {"model": {"tensor": found} if isinstance(found, Tensor) else found}
-    left = [_ITEMS]
-    bare = {key: part for key, part in found.items() if isinstance(part, Tensor)}
-    others = {str(key): part for key, part in found.items() if not isinstance(part, Tensor)}
-    parts = [(key, list(_flat(part, left))) for key, part in (("model", bare), *others.items())]
-    several = Counter(_GROUPS.get(key, key) for key, held in parts if held)
+    if not isinstance(content, Mapping):
+        content = {"model": {"tensor": content} if isinstance(content, Tensor) else content}
+    remaining = [_ITEMS]
+    top_level = {key: part for key, part in content.items() if isinstance(part, Tensor)}
+    groups = {str(key): part for key, part in content.items() if not isinstance(part, Tensor)}
+    parts = [(key, list(_flatten(part, remaining))) for key, part in (("model", top_level), *groups.items())]
+    group_counts = Counter(_GROUPS.get(key, key) for key, members in parts if members)
     tensors: dict[str, Tensor] = {}
-    for key, held in parts:
+    for key, members in parts:
         group = _GROUPS.get(key, key)
-        for name, tensor in held:
-            full = f"{group if several[group] == 1 else key}/{_WRAPPERS.sub('', name)}"
-            if full in tensors or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided:
-                raise ValueError(f"{full} is there twice, quantized, sparse or without data; save it dense")
-            tensors[full] = tensor
+        for name, tensor in members:
+            full_name = f"{group if group_counts[group] == 1 else key}/{_WRAPPERS.sub('', name)}"
+            if full_name in tensors or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided:
+                raise ValueError(f"{full_name} is there twice, quantized, sparse or without data; save it dense")
+            tensors[full_name] = tensor
     most_bytes = _VIEWS * path.stat().st_size
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > most_bytes:
         raise ValueError("its tensors have more bytes than a file of its size can hold")
     return tensors
 
 
-def _flat(part: Any, left: list[int], name: str = "", level: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in `part` by name. Raises ValueError for a cycle, or more than `left[0]` items."""
+def _flatten(part: Any, remaining: list[int], name: str = "", level: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in `part` by name. Raises ValueError for a cycle, or more than `remaining[0]` items."""
     if isinstance(part, Tensor):
         yield name, part
         return
     items = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list | tuple) else ()
     for key, item in items:
-        left[0] -= 1
-        if left[0] < 0 or level > _LEVELS:
+        remaining[0] -= 1
+        if remaining[0] < 0 or level > _LEVELS:
             raise ValueError("it holds itself, or far too much")
-        yield from _flat(item, left, f"{name}/{key}" if name else str(key), level + 1)
+        yield from _flatten(item, remaining, f"{name}/{key}" if name else str(key), level + 1)

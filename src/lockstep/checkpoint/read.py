@@ -1,4 +1,4 @@
-"""Find, verify and load a checkpoint; suggest another if damaged."""
+"""Find, verify and load a checkpoint; suggest another one if it is damaged."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from .. import files
 from ..errors import RequestError
-from .layout import COMPLEX, FORMAT, STATE, SUMS, VERSION, digest, linked, numbered, render, steps
+from .layout import COMPLEX, FORMAT, STATE, SUMS, VERSION, digest, list_checkpoints, parse_name, render, resolve_link
 from .state import State
 
 _TENSORS = re.compile(r"(\w+)\.safetensors")
 
 
 class _DamageError(Exception):
-    """A checkpoint's files are not as written; the message is a clause."""
+    """A checkpoint's files have changed since they were written; the message is a clause."""
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint from which a run would continue. Whole or damaged; None where there is none yet.
+    """Return the checkpoint that a run would continue, intact or damaged; None without one.
 
     `path` is a run's folder, its `checkpoints`, or one checkpoint.
     """
@@ -39,9 +39,9 @@ def find(path: Path) -> Path | None:
     for folder in (path / "checkpoints", path):
         if (folder / "last").is_symlink() or (folder / "last").is_dir():
             return folder / "last"
-        # A run that was killed after its first checkpoint was whole, and before the link to it.
-        if folder.is_dir() and (found := steps(folder)):
-            return found[-1][1]
+        # The run was killed between writing its first checkpoint and linking it.
+        if folder.is_dir() and (checkpoints := list_checkpoints(folder)):
+            return checkpoints[-1][1]
     return None
 
 
@@ -51,35 +51,37 @@ def fingerprint(folder: Path) -> str:
 
 
 def load(path: Path, *, fall_back: bool = False) -> State:
-    """Return the state in a checkpoint (`RUN/checkpoints/last`), or a run's last one.
+    """Return the state in a checkpoint (`RUN/checkpoints/last`), or in a run's last one.
 
-    Its tensors are mapped from the files, on the CPU: ranks of one host share that memory, and a write stays with its
-    rank. Raises `RequestError` for a missing path, another kind of file, a newer format, or a damaged file; the newest
-    whole checkpoint beside it is then offered, or with `fall_back` returned, with a `caution`.
+    Its tensors are mapped from the files, on the CPU: ranks of one host share that memory, copied on write. Raises
+    `RequestError` for a missing path, another kind of file, a newer format, or a damaged file. For a damaged file, the
+    error names the newest intact checkpoint of the same run; with `fall_back`, returns that one, with a `caution`.
     """
     with files.understanding(path, "give one that this user can read"):
         folder = find(path)
     if folder is None:
-        why = "it holds no lockstep checkpoint" if path.exists() else "no such file or folder"
-        why = "it is a file, and pickled ones such as .pth are never loaded" if path.is_file() else why
-        raise RequestError(f"There is no checkpoint at {path}: {why}; give a run's folder or one of its checkpoints.")
+        reason = "it holds no lockstep checkpoint" if path.exists() else "no such file or folder"
+        reason = "it is a file, and pickled ones such as .pth are never loaded" if path.is_file() else reason
+        raise RequestError(
+            f"There is no checkpoint at {path}: {reason}; give a run's folder or one of its checkpoints."
+        )
     try:
-        return _verified(folder)
+        return _load_verified(folder)
     except _DamageError as damage:
-        good, told = _good_beside(folder), f"The checkpoint {path} cannot be used: {damage}"
-        if good is None:
-            advice = "there is no other good one beside it; start a new run in another --output."
-            raise RequestError(f"{told}; {advice}") from damage
+        intact, message = _find_intact(folder), f"The checkpoint {path} cannot be used: {damage}"
+        if intact is None:
+            advice = "the run has no other intact one; start a new run in another --output."
+            raise RequestError(f"{message}; {advice}") from damage
         if not fall_back:
-            raise RequestError(f"{told}; the last good one is {good.origin}: give that one instead.") from damage
-        caution = f"{path} is damaged ({damage}): the run goes on from {good.origin}"
-        return dataclasses.replace(good, caution=caution)
+            raise RequestError(f"{message}; the last intact one is {intact.origin}: give that one instead.") from damage
+        caution = f"{path} is damaged ({damage}): the run continues from {intact.origin}"
+        return dataclasses.replace(intact, caution=caution)
 
 
 def peek(path: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `meta`, unverified, without its tensors. None where it cannot be read."""
+    """Return a checkpoint's unverified `meta`, without its tensors; None if it cannot be read."""
     try:
-        return _meta(linked(path))
+        return _meta(resolve_link(path))
     except (RequestError, *files.DEFECTS):
         return None
 
@@ -88,7 +90,7 @@ def _meta(folder: Path) -> dict[str, Any]:
     state = files.parse_json(files.read(folder / STATE))
     meta: dict[str, Any] = state["meta"]
     if state["format"] != FORMAT or not isinstance(meta, dict):
-        raise ValueError("it is not what lockstep writes")
+        raise ValueError("it is no lockstep checkpoint")
     if state["version"] > VERSION:
         raise RequestError(
             f"The checkpoint {folder} has format version {state['version']}; this lockstep reads up to version "
@@ -97,12 +99,12 @@ def _meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _verified(named: Path) -> State:
-    """Return the state in a checkpoint, with each file's checksum verified. Raises _DamageError."""
-    name = named.name
+def _load_verified(path: Path) -> State:
+    """Return the state in a checkpoint; verify each file's checksum. Raises _DamageError."""
+    name = path.name
     try:
-        # As it is now: a run that trains meanwhile moves `last`.
-        folder = linked(named)
+        # Resolved once: a run that is still training moves `last`.
+        folder = resolve_link(path)
         folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
         if not folder.is_dir():
             raise _DamageError(f"{folder.name} is not there")
@@ -111,17 +113,17 @@ def _verified(named: Path) -> State:
         sums = files.parse_json(listed)
         if not isinstance(sums, dict) or STATE not in sums:
             raise _DamageError(f"{SUMS} is damaged")
-        # A name that leads elsewhere would have other files read.
-        if strange := [each for each in sums if each != STATE and not _TENSORS.fullmatch(each)]:
-            raise _DamageError(f"{SUMS} names {strange[0]!r}, which is no file of a checkpoint")
-        room = psutil.virtual_memory().total
+        # Other names could lead to files outside the folder.
+        if unknown_names := [key for key in sums if key != STATE and not _TENSORS.fullmatch(key)]:
+            raise _DamageError(f"{SUMS} names {unknown_names[0]!r}, which is no file of a checkpoint")
+        free_bytes = psutil.virtual_memory().total
         tensors: dict[str, Tensor] = {}
         meta: dict[str, Any] = {}
-        for name in sorted(sums, key=lambda each: each != STATE):  # it describes the others
-            found = (folder / name).stat()
-            files.check_filled(found)
-            room -= found.st_size
-            if room < 0:
+        for name in sorted(sums, key=lambda key: key != STATE):  # the state first: it describes the tensor files
+            status = (folder / name).stat()
+            files.check_filled(status)
+            free_bytes -= status.st_size
+            if free_bytes < 0:
                 raise _DamageError("its files are larger than this host's memory")
             if digest(folder / name) != sums[name]:
                 raise _DamageError(f"{name} does not match its checksum (it was changed or cut short)")
@@ -129,12 +131,12 @@ def _verified(named: Path) -> State:
                 meta = _meta(folder)
             else:
                 group = name.partition(".")[0]
-                found_tensors = load_file(folder / name)
+                stored = load_file(folder / name)
                 with safe_open(folder / name, "pt") as file:
-                    wide = (file.metadata() or {}).get(COMPLEX, "").split("\n")
-                for key, tensor in found_tensors.items():
-                    tensors[f"{group}/{key}"] = torch.view_as_complex(tensor) if key in wide else tensor
-        # Compared as a whole, so that there is no byte in the list, either, that could change unseen.
+                    complex_names = (file.metadata() or {}).get(COMPLEX, "").split("\n")
+                for key, tensor in stored.items():
+                    tensors[f"{group}/{key}"] = torch.view_as_complex(tensor) if key in complex_names else tensor
+        # Compared byte by byte, so that no byte of the checksums' file can change unnoticed.
         if render(sums) != listed:
             raise _DamageError(f"{SUMS} is damaged")
     except (SafetensorError, RuntimeError, *files.DEFECTS) as error:
@@ -142,15 +144,17 @@ def _verified(named: Path) -> State:
     return State(tensors, meta, origin=folder)
 
 
-def _good_beside(damaged: Path) -> State | None:
-    """Return the newest whole checkpoint older than `damaged`, else the newest. None where none is.
+def _find_intact(damaged: Path) -> State | None:
+    """Return the newest intact checkpoint older than `damaged`, else the newest, else None.
 
-    Later ones are of a branch that the run left when it resumed from an older one: better than nothing.
+    Newer ones belong to a branch that the run abandoned by resuming from an older checkpoint: better than nothing.
     """
-    broken = Path(os.path.realpath(damaged))  # not `resolve`, which raises where a link points to itself
-    number = numbered(broken) or (sys.maxsize, 0)
-    for _, folder in sorted(steps(damaged.parent), key=lambda found: (found[0] <= number, found), reverse=True):
-        if Path(os.path.realpath(folder)) != broken:
+    damaged_folder = Path(os.path.realpath(damaged))  # not `resolve`, which raises for a link to itself
+    number = parse_name(damaged_folder) or (sys.maxsize, 0)
+    for _, folder in sorted(
+        list_checkpoints(damaged.parent), key=lambda entry: (entry[0] <= number, entry), reverse=True
+    ):
+        if Path(os.path.realpath(folder)) != damaged_folder:
             with contextlib.suppress(_DamageError, RequestError):
-                return _verified(folder)
+                return _load_verified(folder)
     return None

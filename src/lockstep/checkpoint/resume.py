@@ -1,4 +1,4 @@
-"""Find the checkpoint to continue; check that the run is the same."""
+"""Find the checkpoint to continue; check that it belongs to the same run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _META: dict[tuple[type, ...], tuple[str, ...]] = {
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm", "precision"),
 }
-"""The fields of a checkpoint's `meta`, by type; whole numbers are not negative."""
+"""The fields of a checkpoint's `meta`, by type; integers are not negative."""
 
 EVALUATED = ("model", "classes", "data", "image-size", "holdout", "seed", "ema")
-"""The options that an evaluation has to share with the run whose weights it takes."""
-_SEEN_S, _LOOK_S = 10.0, 0.2  # for another host's checkpoint to be seen here, and between two looks
+"""The options in which an evaluation must agree with the run whose weights it loads."""
+_APPEAR_S, _POLL_S = 10.0, 0.2  # time for another host's checkpoint to appear here; interval between polls
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -53,17 +53,17 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 def source(config: RunConfig) -> Path | None:
     """Return the checkpoint that `config` continues; None for a fresh start."""
-    asked = config.checkpoint.resume
-    if asked == "auto":
+    requested = config.checkpoint.resume
+    if requested == "auto":
         return read.find(config.record.output) if config.record.output else None
-    return Path(asked) if asked else None
+    return Path(requested) if requested else None
 
 
 def load(config: RunConfig, world: World, *, keys: Collection[str] = IDENTITY) -> State | None:
     """Return the state to continue (*collective*); None for a fresh start. `keys` are the options that must agree.
 
-    Raises `RequestError`, on every rank, for a checkpoint that one cannot use or that is another run's, and where the
-    ranks see different ones: a node without the run's folder would start anew beside others that continue.
+    Raises `RequestError`, on every rank, for a checkpoint that a rank cannot load, for one of another run, and if the
+    ranks see different checkpoints: a node without the run's folder would start from scratch while others continue.
     """
     path, is_auto = source(config), config.checkpoint.resume == "auto"
     if is_auto:
@@ -78,50 +78,57 @@ def load(config: RunConfig, world: World, *, keys: Collection[str] = IDENTITY) -
         return loaded
 
     state = world.together(attempt)
-    seen = world.gather("none" if state is None or state.origin is None else read.fingerprint(state.origin))
-    for rank, theirs in enumerate(seen):
-        if theirs != seen[0]:
+    fingerprints = world.gather("none" if state is None or state.origin is None else read.fingerprint(state.origin))
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
             raise RequestError(
-                f"The ranks see different checkpoints, rank 0 {seen[0]} and rank {rank} {theirs}: "
-                "put the run's folder where all nodes see it, or copy it to each of them."
+                f"The ranks see different checkpoints, rank 0 {fingerprints[0]} and rank {rank} {fingerprint}: "
+                "put the run's folder on storage that all nodes share, or copy it to each node."
             )
     return state
 
 
 def _newest(path: Path | None, folder: Path | None, world: World) -> Path | None:
-    """Return the newest checkpoint of any rank (*collective*). Waits for a slow network to show it here.
+    """Return the newest checkpoint of any rank (*collective*). Waits for network storage to show it here.
 
-    If it does not appear, returns `path`, the one that this rank sees.
+    If it does not appear, returns `path`, the newest one that this rank sees.
     """
-    own = Path(os.path.realpath(path)).name if path else ""
-    newest = max(world.gather(own))  # steps have leading zeros there
-    if folder is None or newest == own:
+    local_name = Path(os.path.realpath(path)).name if path else ""
+    newest_name = max(world.gather(local_name))  # steps in names have leading zeros
+    if folder is None or newest_name == local_name:
         return path
-    # By its own name, which makes a host look it up again: a host caches the target of `last`.
-    awaited, until_s = folder / "checkpoints" / newest, time.monotonic() + _SEEN_S
-    while folder.is_dir() and not awaited.exists() and time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
-    return awaited if awaited.exists() else path
+    # Through the folder's name: a host caches the target of `last`, and would not look it up again.
+    newest_path, until_s = folder / "checkpoints" / newest_name, time.monotonic() + _APPEAR_S
+    while folder.is_dir() and not newest_path.exists() and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+    return newest_path if newest_path.exists() else path
 
 
 def _check_meta(meta: dict[str, Any], path: Path) -> None:
-    """Raise `RequestError` for an invalid `meta`. A checkpoint can have one with correct checksums."""
-    for name, kinds in ((name, kinds) for kinds, names in _META.items() for name in names):
-        found, least = meta.get(name, ...), int(name in ("replicas", "accumulation"))
-        ok = type(found) in kinds and (not isinstance(found, int) or least <= found < 2**63)
-        if name == "epoch_s" and ok:
-            ok = all(type(each) in (int, float) and 0 <= each < math.inf for each in meta[name])
-        if not ok:
-            raise RequestError(f"{path} is no checkpoint of lockstep's: its {name} cannot be; give another one.")
+    """Raise `RequestError` for an invalid `meta`. Its checksums may be correct."""
+    for name, types in ((name, types) for types, names in _META.items() for name in names):
+        value, minimum = meta.get(name, ...), int(name in ("replicas", "accumulation"))
+        is_valid = type(value) in types and (not isinstance(value, int) or minimum <= value < 2**63)
+        if name == "epoch_s" and is_valid:
+            is_valid = all(type(duration_s) in (int, float) and 0 <= duration_s < math.inf for duration_s in meta[name])
+        if not is_valid:
+            raise RequestError(f"{path} is no valid lockstep checkpoint: its {name} is invalid; give another one.")
 
 
 def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: Collection[str]) -> None:
-    saved, asked = meta["config"], identity(config)
-    differ = [f"--{key} {asked[key]} (it has {saved.get(key)})" for key in keys if asked[key] != saved.get(key)]
-    if differ:
-        anew = f", or begin a new run with its weights by --init-from {path} in place of --resume" * ("lr" in keys)
+    saved, requested = meta["config"], identity(config)
+    differences = [
+        f"--{key} {requested[key]} (the checkpoint has {saved.get(key)})"
+        for key in keys
+        if requested[key] != saved.get(key)
+    ]
+    if differences:
+        alternative = f", or begin a new run with its weights by --init-from {path} in place of --resume" * (
+            "lr" in keys
+        )
         raise RequestError(
-            f"{path} is another run's: asked for {', '.join(differ)}; give these flags the values that it has{anew}."
+            f"{path} belongs to another run: this one has {', '.join(differences)}; "
+            f"give these flags the checkpoint's values{alternative}."
         )
     accumulate = config.batch.accumulate
     if accumulate is not None and accumulate != meta["accumulation"]:
@@ -132,9 +139,9 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
 
 
 def accumulation(state: State | None, config: RunConfig) -> int | None:
-    """Return the number of global micro-batches to continue with. None to solve it anew.
+    """Return the accumulation to continue with; None to derive it again.
 
-    Without batch statistics it is not part of the model, and follows --micro-batch and the number of ranks.
+    Without batch statistics it is no part of the model, and follows --micro-batch and the number of ranks.
     """
     if state is None or (state.meta["batchnorm"] == "none" and config.batch.micro_batch is not None):
         return None

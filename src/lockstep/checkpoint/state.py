@@ -1,7 +1,7 @@
 """A run's state, independent of the strategy: named tensors and JSON.
 
-Tensors are called `model/fc.weight`, `optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`: by the model's own names,
-without a wrapper's prefix or a parameter's index, so that what one strategy saves another one loads.
+Tensors are named `model/fc.weight`, `optimizer/fc.weight/momentum_buffer`, `ema/fc.weight`: the model's own names,
+without a wrapper's prefix or a parameter's index, so that every strategy loads the checkpoints of every other.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ class State:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    origin: Path | None = field(default=None, compare=False)  # the checkpoint's folder itself, not a link to it
-    caution: str = field(default="", compare=False)  # why that is not the newest one, in words
+    origin: Path | None = field(default=None, compare=False)  # the checkpoint's folder, links resolved
+    caution: str = field(default="", compare=False)  # why `origin` is not the newest checkpoint
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors below `name/`, without that prefix."""
+        """Return the tensors named `name/…`, without that prefix."""
         return {key[len(name) + 1 :]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
 
 
 def model_state(model: nn.Module, *, under: str = "model") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what the model's `state_dict` holds: tensors as `under/NAME`, and other values (extra states) by name."""
+    """Return a model's `state_dict`: tensors as `under/NAME`, and other values (extra states) by name."""
     state = model.state_dict()
     tensors = {f"{under}/{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], extra: dict[str, Any] | None = None) -> None:
-    """Load what `model_state` returned, by the model's own `load_state_dict`.
+    """Load the result of `model_state` by the model's own `load_state_dict`.
 
-    Buffers get the shapes that they are saved in: a forward pass may have changed them. Raises `RequestError` where it
-    does not fit the model.
+    Buffers take their saved shapes: a forward pass may have changed them. Raises `RequestError` for the state of
+    another model.
     """
     for name, buffer in dict(model.named_buffers()).items():
         if name in tensors and tensors[name].shape != buffer.shape:
             set_buffer(model, name, torch.empty_like(tensors[name], dtype=buffer.dtype, device=buffer.device))
     try:
         model.load_state_dict(tensors | (extra or {}))
-    except Exception as error:  # a module's own, too
+    except Exception as error:  # a module may raise its own errors
         check_fits(model, tensors)
         raise RequestError(
             f"The checkpoint does not fit the model, whose load_state_dict raised {type(error).__name__}: "
@@ -60,13 +60,13 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], extra: dict[str, An
 
 
 def set_buffer(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the model's buffer of that dotted name."""
-    parent, _, own_name = name.rpartition(".")
+    """Make `tensor` the model's buffer of dotted name `name`."""
+    parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
-    if hasattr(module, own_name):
-        setattr(module, own_name, tensor)
+    if hasattr(module, leaf):
+        setattr(module, leaf, tensor)
     else:
-        module.register_buffer(own_name, tensor)
+        module.register_buffer(leaf, tensor)
 
 
 def buffer_owners(model: nn.Module) -> dict[str, str]:
@@ -80,9 +80,9 @@ def buffer_owners(model: nn.Module) -> dict[str, str]:
 
 def add_buffers(model: nn.Module, tensors: dict[str, Tensor], owners: dict[str, str]) -> None:
     """Register buffers that the saved model had registered while it trained. `owners` is of `buffer_owners`."""
-    modules, own = dict(model.named_modules()), model.state_dict()
+    modules, state = dict(model.named_modules()), model.state_dict()
     device = next((parameter.device for parameter in model.parameters()), None)
-    for name in owners.keys() & tensors.keys() - own.keys():
+    for name in owners.keys() & tensors.keys() - state.keys():
         path, _, own_name = name.rpartition(".")
         module = modules.get(path)
         if module is None or type(module).__name__ != owners[name]:
@@ -93,42 +93,42 @@ def add_buffers(model: nn.Module, tensors: dict[str, Tensor], owners: dict[str, 
 
 
 def check_fits(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Raise `RequestError` where `tensors` do not fit the model. The message names keys and shapes."""
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    missing, foreign, reshaped = misfits(own, tensors)
-    named = {"it lacks ": missing, "the model lacks ": foreign, "": list(reshaped.values())}
-    if differences := "; ".join(words + few(names) for words, names in named.items() if names):
+    """Raise `RequestError` if `tensors` do not fit the model. The message has names and shapes."""
+    expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    missing, foreign, reshaped = misfits(expected, tensors)
+    names_by_clause = {"it lacks ": missing, "the model lacks ": foreign, "": list(reshaped.values())}
+    if differences := "; ".join(clause + few(names) for clause, names in names_by_clause.items() if names):
         raise RequestError(f"The checkpoint is of another model: {differences}. Give the model it was trained with.")
 
 
-def misfits(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return names missing in `tensors`, in `own`, and {name: both shapes}. Sorted; the last of differing shapes."""
+def misfits(expected: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return names missing in `tensors`, names missing in `expected`, and {name: both shapes} where these differ."""
     reshaped = {
-        name: f"{name} is {tuple(tensors[name].shape)}, the model's is {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & tensors.keys())
-        if own[name].shape != tensors[name].shape
+        name: f"{name} is {tuple(tensors[name].shape)}, the model's is {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if expected[name].shape != tensors[name].shape
     }
-    return sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys()), reshaped
+    return sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys()), reshaped
 
 
-def matching(flag: str, pattern: str, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+def matching(flag: str, pattern: str, parameters: dict[str, nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters whose names match a shell `pattern`. `flag` is the pattern's option.
 
-    Raises `RequestError` with similar names where none does.
+    Raises `RequestError` with similar names if none matches.
     """
-    found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
-    if not found:
-        parts = {name[:at] for name in named for at, letter in enumerate(name) if letter == "."}
-        names = {*named, *(f"{part}.*" for part in parts)}
-        raise unknown(f"{flag} pattern", pattern, names, f"Parameters that it may match: {few(list(named))}.")
-    return found
+    matches = [parameter for name, parameter in parameters.items() if fnmatchcase(name, pattern)]
+    if not matches:
+        parts = {name[:position] for name in parameters for position, letter in enumerate(name) if letter == "."}
+        names = {*parameters, *(f"{part}.*" for part in parts)}
+        raise unknown(f"{flag} pattern", pattern, names, f"Parameters that it may match: {few(list(parameters))}.")
+    return matches
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` in the parameter's memory order. If it has the parameter's shape.
+    """Return a copy of `tensor`, in the parameter's memory order if the shapes agree.
 
-    torch's fused optimizers on a CPU walk through the memory of both side by side: state of another order would
-    silently apply to the wrong weights.
+    torch's fused CPU optimizers traverse both in memory order: state in another order would silently apply to the wrong
+    weights.
     """
     if tensor.shape != parameter.shape:
         return tensor.clone()
@@ -136,21 +136,21 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def few(names: list[str], most: int = 3) -> str:
-    """Return the first names, and the number of others."""
+    """Return the first `most` names, and the number of further ones."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
-    """Return the optimizers' state by parameter name. Tensors, and plain numbers in `meta`.
+    """Return the optimizers' state by parameter name: tensors, and plain numbers in `meta`.
 
-    Learning rates and other settings are not part of it: they follow from the config and the step.
+    Learning rates and other settings are no part of it: they follow from the config and the step.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
-            if parameter not in names:  # a key of the optimizer's own
+            if parameter not in names:  # the optimizer's own key
                 continue
             for key, value in entries.items():
                 name = f"{names[parameter]}/{key}"
@@ -174,31 +174,33 @@ def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: Sta
         entries[name][key] = laid_out_as(parameters[name], value) if isinstance(value, Tensor) else value
     names = {parameter: name for name, parameter in parameters.items()}
     for optimizer in optimizers:
-        # load_state_dict speaks of parameters by their position, and moves tensors to the parameter's device and dtype.
+        # load_state_dict identifies parameters by position, and moves tensors to the parameter's device and dtype.
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = {index: entry for index, parameter in enumerate(order) if (entry := entries[names[parameter]])}
-        made = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
-        kinds = {frozenset(each) for each in (*made, *(entry.keys() for entry in own.values()))}
-        if len(own) < len(made) or len(kinds) > 1:
+        entries_by_index = {
+            index: entry for index, parameter in enumerate(order) if (entry := entries[names[parameter]])
+        }
+        initialized = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
+        key_sets = {frozenset(keys) for keys in (*initialized, *(entry.keys() for entry in entries_by_index.values()))}
+        if len(entries_by_index) < len(initialized) or len(key_sets) > 1:
             raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
         for parameter in order:
             _check_shapes(parameter, entries[names[parameter]])
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": own, "param_groups": groups})
-        _keep_types(optimizer, own)
+        optimizer.load_state_dict({"state": entries_by_index, "param_groups": groups})
+        _keep_types(optimizer, entries_by_index)
 
 
 def load_own_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's own `state_dict`. Raises `RequestError` for a misfit."""
-    made = sum(bool(entries) for entries in optimizer.state.values())
+    initialized = sum(bool(entries) for entries in optimizer.state.values())
     try:
         optimizer.load_state_dict(state)
-    except Exception as error:  # an optimizer's own, too
+    except Exception as error:  # an optimizer may raise its own errors
         raise RequestError(
             f"The checkpoint does not fit the optimizer: {type(optimizer).__name__}.load_state_dict raised "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Give the optimizer it was trained with."
         ) from error
-    if sum(bool(entries) for entries in optimizer.state.values()) < made:
+    if sum(bool(entries) for entries in optimizer.state.values()) < initialized:
         raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
     _keep_types(optimizer, state.get("state"))
     for group in optimizer.param_groups:
@@ -227,8 +229,8 @@ def _keep_types(optimizer: Optimizer, saved: Any) -> None:
 
 
 def _check_shapes(parameter: Tensor, entries: dict[str, Any]) -> None:
-    """Raise `RequestError` for a state of another shape: fused kernels walk through it by its parameter's size."""
+    """Raise `RequestError` for state of another shape: fused kernels would read past its end."""
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-            found, wanted = tuple(value.shape), tuple(parameter.shape)
-            raise RequestError(f"The checkpoint's optimizer has {key} {found} for a parameter {wanted}.")
+            shape, expected = tuple(value.shape), tuple(parameter.shape)
+            raise RequestError(f"The checkpoint's optimizer has {key} {shape} for a parameter {expected}.")

@@ -1,4 +1,4 @@
-"""Save checkpoints in a background thread. Copy, files, checksums, a rename, two links."""
+"""Save checkpoints in a background thread: copy, write, checksum, rename, link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import check_own, own_folder, reason, shown, sync_folder
-from .layout import COMPLEX, FORMAT, LINKS, STATE, SUMS, VERSION, digest, free_name, render, steps
+from .layout import COMPLEX, FORMAT, LINKS, STATE, SUMS, VERSION, digest, free_name, list_checkpoints, render
 from .read import peek
 from .state import State
 
@@ -28,9 +28,9 @@ Groups = dict[str, dict[str, Tensor]]
 class Checkpoints:
     """Saves to one folder, in the background, one checkpoint at a time.
 
-    `warn` is told when a checkpoint could not be written: training goes on, the older ones stay, and the next save
-    tries again. `saved` hears `(step, folder)` of each one that is safely on the disk. Both are called in the caller's
-    thread, from `save`, `poll` and `wait`. `origin` is the checkpoint that the run was taken up from.
+    If a checkpoint cannot be written, `warn` is called with a message: training continues, older checkpoints stay, and
+    the next save tries again. `saved` is called with `(step, folder)` once a checkpoint is synced to disk. Both run in
+    the caller's thread, from `save`, `poll` and `wait`. `origin` is the checkpoint that the run continues.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class Checkpoints:
         self._step = 0
         own_folder(folder)
         _tidy(folder)
-        self._before = folder / origin.resolve().name if origin else None  # by the name that it has now
+        self._previous = folder / origin.resolve().name if origin else None  # `_tidy` may have renamed it
 
     def save(self, state: State, *, step: int, best: bool) -> None:
         """Copy the state and write it in the background. Waits for the previous save.
 
-        Tensors are named `group/name` (`model/conv1.weight`). `meta` comes back as JSON gives it (tuples as lists); NaN
-        and infinities are allowed in it. Raises TypeError where JSON cannot hold `meta`.
+        Tensors are named `group/name` (`model/conv1.weight`). `meta` is stored as JSON (tuples become lists; NaN and
+        infinities are allowed). Raises TypeError for a `meta` that JSON cannot represent.
         """
         self.wait()
         groups = _snapshot(state.tensors)
         text = render({"format": FORMAT, "version": VERSION, "meta": state.meta})
-        before = self._before or _target(self.folder / "last")
+        previous = self._previous or _target(self.folder / "last")
         writing = Future[Path]()
-        given = (writing, self.folder, groups, text, step, best, before)
-        threading.Thread(target=_write, args=given, name="checkpoint").start()
-        self._step, self._writing = step, writing  # not before: `wait` waits for it
+        arguments = (writing, self.folder, groups, text, step, best, previous)
+        threading.Thread(target=_write, args=arguments, name="checkpoint").start()
+        self._step, self._writing = step, writing  # not earlier: `wait` would wait for a thread that did not start
 
     def poll(self) -> None:
-        """Report a finished save to `warn` or `saved`. Never waits."""
+        """Report a finished save to `warn` or `saved`, without waiting."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -81,33 +81,32 @@ class Checkpoints:
             )
         else:
             self._saved(self._step, writing.result())
-            self._before = None
+            self._previous = None
 
 
 def _snapshot(tensors: dict[str, Tensor]) -> Groups:
-    """Return copies in host memory, by group. No storage is shared with the live tensors."""
+    """Return copies in host memory, by group. They share no storage with the live tensors."""
     groups: Groups = {}
     for name, tensor in tensors.items():
-        group, _, rest = name.partition("/")
-        assert rest, f"tensor {name!r} is not named group/name"
+        group, _, key = name.partition("/")
+        assert key, f"tensor {name!r} is not named group/name"
         assert group.isidentifier(), f"tensor {name!r}: its group becomes a file name"
-        # Copies from a GPU to pinned memory are queued together and waited for once. The order in memory stays, since
-        # training waits: to turn channels_last weights takes more than twice as long, and is left to the thread.
+        # Copies from a GPU to pinned memory are queued together, then synchronized once. The memory order stays, since
+        # training waits: reordering channels_last weights takes more than twice as long, and the thread does it.
         copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
         copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        groups.setdefault(group, {})[rest] = copy
+        groups.setdefault(group, {})[key] = copy
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return groups
 
 
 def _write(
-    writing: Future[Path], folder: Path, groups: Groups, text: bytes, step: int, best: bool, before: Path | None
+    writing: Future[Path], folder: Path, groups: Groups, text: bytes, step: int, best: bool, previous: Path | None
 ) -> None:
-    """Write a checkpoint, move the links, remove older ones. An OSError leaves the old ones as they were.
+    """Write a checkpoint, move the links, remove older ones. An OSError leaves the older ones unchanged.
 
-    Of the older ones stay the best, and `before`: the last one, or the one from which the run continues, since the last
-    may be damaged.
+    The best one stays, and `previous`: the last one, or the one that the run continues, since the last may be damaged.
     """
     part = folder / f".saving-{step:08d}-{os.getpid()}"
     try:
@@ -116,16 +115,18 @@ def _write(
         _write_folder(part, groups, text)
         part.rename(final)
         sync_folder(folder)
-        if best:  # first: a run that is killed in between goes on from the last one, and finds its best again
+        if best:  # first: a run killed in between continues from the old last one, and reaches its best again
             _point(folder / "best", final)
         _point(folder / "last", final)
         sync_folder(folder)
-        for _, old in steps(folder):
-            if old not in (final, before, _target(folder / "best")) and (old / SUMS).exists():  # else it is not ours
-                with contextlib.suppress(OSError):  # one that somebody reads over a network; the next save tries again
+        for _, old in list_checkpoints(folder):
+            if (
+                old not in (final, previous, _target(folder / "best")) and (old / SUMS).exists()
+            ):  # else lockstep did not write it
+                with contextlib.suppress(OSError):  # another host may be reading it; the next save tries again
                     _delete(old)
         writing.set_result(final)
-    except BaseException as error:  # raised in the thread that trains, by `wait`
+    except BaseException as error:  # `wait` raises it in the training thread
         shutil.rmtree(part, ignore_errors=True)
         writing.set_exception(error)
 
@@ -133,15 +134,19 @@ def _write(
 def _write_folder(part: Path, groups: Groups, text: bytes) -> None:
     part.mkdir()
     for group, tensors in groups.items():
-        for name, tensor in tensors.items():  # as the file has them; the copy of before goes, one by one
+        for name, tensor in tensors.items():  # as the format requires; each reordered copy replaces its snapshot
             tensors[name] = tensor.contiguous()
-        # Which the format lacks.
-        wide = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
-        tensors |= {name: torch.view_as_real(tensors[name]) for name in wide}
-        # To a file, not to bytes: that call lets other threads run, while `save` stopped them for 42 ms per 100 MB.
-        save_file(tensors, part / f"{group}.safetensors", metadata={COMPLEX: "\n".join(wide)} if wide else None)
+        # The format lacks complex128.
+        complex_names = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+        tensors |= {name: torch.view_as_real(tensors[name]) for name in complex_names}
+        # `save_file` releases Python's lock; `save`, to bytes, blocked other threads for 42 ms per 100 MB.
+        save_file(
+            tensors,
+            part / f"{group}.safetensors",
+            metadata={COMPLEX: "\n".join(complex_names)} if complex_names else None,
+        )
     (part / STATE).write_bytes(text)
-    for group in groups:  # which safetensors leaves to the owner alone, whatever the umask grants
+    for group in groups:  # safetensors grants access to the owner alone, whatever the umask
         (part / f"{group}.safetensors").chmod((part / STATE).stat().st_mode & 0o777)
     sums = {path.name: digest(path) for path in sorted(part.iterdir())}
     (part / SUMS).write_bytes(render(sums))
@@ -152,7 +157,7 @@ def _write_folder(part: Path, groups: Groups, text: bytes) -> None:
 
 
 def _target(link: Path) -> Path | None:
-    """Return the path of the link's target, existing or not. In the link's folder; None for no link."""
+    """Return the path of the link's target, in the link's folder, existing or not; None for no link."""
     return link.parent / link.readlink() if link.is_symlink() else None
 
 
@@ -164,14 +169,14 @@ def _point(link: Path, target: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a kill leaves none with missing files."""
+    """Remove a checkpoint. Rename it first, so that a kill leaves no incomplete checkpoint under its name."""
     hidden = folder.with_name(f".deleting-{folder.name}")
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def _tidy(folder: Path) -> None:
-    """Remove leftovers of killed saves; restore `last` and `best` as links. A copied run may have folders there."""
+    """Remove leftovers of killed saves; restore links `last` and `best` that a copy has turned into folders."""
     for path in [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
