@@ -413,8 +413,8 @@ a digest does not see two bits that flip: checks/digest.py
 + pass
 = ranks/test_replicas.py::test_one_bit_that_flips_while_training_is_found
 each rank is compared with itself: checks/replicas.py
-- any(theirs[:-3] != by_rank[0][:-3] for theirs in by_rank)
-+ any(theirs[:-3] != theirs[:-3] for theirs in by_rank)
+- any(row[:-3] != by_rank[0][:-3] for row in by_rank)
++ any(row[:-3] != row[:-3] for row in by_rank)
 the optimizer's state is not compared: steps/prepared.py
 - found = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
 + found = dict(self._weights())

@@ -1,1 +1,1 @@
-"""Checks of a running job. Replicas, samples, finite numbers; and the differences of two checkpoints."""
+"""Checks of a running job: replicas, samples, finite numbers; and the differences of two checkpoints."""

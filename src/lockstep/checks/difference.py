@@ -1,4 +1,4 @@
-"""Compare two sets of named tensors. Missing tensors and numeric differences, by kind of layer."""
+"""Compare two sets of named tensors: missing tensors and numeric differences, by kind of layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import counted
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""A type of whole numbers for each size of an element in bytes."""
+"""Integer dtypes by element size in bytes."""
 _PART = 1 << 14
 """Elements compared at a time, so that intermediate results stay in the processor's caches."""
 _MOST = torch.iinfo(torch.int64).max
@@ -21,19 +21,19 @@ _MOST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor whose bits differ between the two sides."""
+    """One tensor whose bits differ between sides A and B."""
 
     name: str
-    kind: str  # what it is a part of: BatchNorm statistics, convolution weights, …
+    kind: str  # BatchNorm statistics, convolution weights, …
     elements: int
-    differing: int = 0  # elements whose values differ; 0 where only the signs of zeros or the bits of NaNs do
+    differing: int = 0  # elements whose values differ; 0 if only signs of zeros or bits of NaNs differ
     absolute: float = math.inf
-    """Largest |a - b|, in float64; infinite where one side is not finite and the other has another value."""
-    relative: float = math.inf  # `absolute` by the largest finite |value| of the tensor on either side
+    """Largest |a - b|, in float64; infinite if a non-finite value differs from the other side's."""
+    relative: float = math.inf  # `absolute` divided by the tensor's largest finite |value| on either side
     ulps: int | None = None
-    """Largest distance in floating-point numbers from a to b; None for whole numbers and across dtypes."""
-    dtypes: str = ""  # both, where they differ; the values are then compared in float64
-    shapes: str = ""  # both, where they differ; the values are then not compared
+    """Largest distance from a to b in units in the last place; None for integers and across dtypes."""
+    dtypes: str = ""  # both dtypes if they differ; values are then compared in float64
+    shapes: str = ""  # both shapes if they differ; values are then not compared
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ class Comparison:
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    differences: tuple[Difference, ...]  # of tensors that both have: largest relative difference first
-    equal: int  # tensors that are the same bits on both sides
+    differences: tuple[Difference, ...]  # largest relative difference first; only tensors that both sides have
+    equal: int  # tensors with the same bits on both sides
 
     def beyond(self, tolerance: float) -> tuple[Difference, ...]:
-        """Return the differences larger than `tolerance`, relative. With 0, also those in bits alone."""
-        return tuple(each for each in self.differences if tolerance == 0 or not each.relative <= tolerance)
+        """Return the relative differences beyond `tolerance`; with 0, also differences in bits alone."""
+        return tuple(item for item in self.differences if tolerance == 0 or not item.relative <= tolerance)
 
     def sizes(self, floor: float) -> dict[str, float]:
-        """Return relative differences, by at least `floor`. Infinite for a tensor that one side lacks."""
-        found = {each.name: min(each.relative, each.absolute / floor) for each in self.differences}
-        return found | dict.fromkeys((*self.only_a, *self.only_b), math.inf)
+        """Return relative differences, with divisors of at least `floor`. Infinite for a tensor that one side lacks."""
+        sizes = {item.name: min(item.relative, item.absolute / floor) for item in self.differences}
+        return sizes | dict.fromkeys((*self.only_a, *self.only_b), math.inf)
 
     def verdict(self, tolerance: float) -> str:
-        """Return a sentence: equal, or which kinds of tensors differ."""
-        kinds = Counter(each.kind for each in self.beyond(tolerance))
+        """Return a sentence: equal, or the kinds of tensors that differ."""
+        kinds = Counter(item.kind for item in self.beyond(tolerance))
         sides = {"A": len(self.only_a), "B": len(self.only_b)}
         parts = [f"{counted(count, 'tensor')} only in {side}" for side, count in sides.items() if count]
         tensors = counted(self.equal + len(self.differences), "tensor")
@@ -76,22 +76,22 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Comparison:
     """Compare the tensors `a` and `b`, matched by name."""
     shared = [name for name in a if name in b]
     different = [name for name in shared if not _same_bits(a[name], b[name])]
-    found = [_difference(name, a[name], b[name], _kind_of(name, a[name], a.keys())) for name in different]
+    differences = [_difference(name, a[name], b[name], _kind_of(name, a[name], a.keys())) for name in different]
     return Comparison(
         only_a=tuple(name for name in a if name not in b),
         only_b=tuple(name for name in b if name not in a),
-        differences=tuple(sorted(found, key=lambda each: (-each.relative, each.name))),
+        differences=tuple(sorted(differences, key=lambda item: (-item.relative, item.name))),
         equal=len(shared) - len(different),
     )
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest |a - b| of two tensors. One shape; infinite where a value is no number."""
+    """Return the largest |a - b| of two tensors of one shape; infinite if a non-finite value differs."""
     return _difference("", a, b, "").absolute
 
 
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
-    """Return the tensor's kind, in the plural. By its group, its shape and its neighbours in `names`."""
+    """Return the tensor's kind, in the plural, from its group, its shape and the other `names`."""
     group, _, path = name.partition("/")
     layer, _, leaf = path.rpartition(".")
     if group == "optimizer":
@@ -112,7 +112,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     flat = plain(tensor).contiguous().view(-1)
-    return flat.view(INTEGERS[flat.element_size()])  # by which a NaN is equal to itself
+    return flat.view(INTEGERS[flat.element_size()])  # as integers, a NaN equals itself
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -128,42 +128,45 @@ def _difference(name: str, a: Tensor, b: Tensor, kind: str) -> Difference:
     dtypes = "" if a.dtype == b.dtype else f"{a.dtype} in A, {b.dtype} in B".replace("torch.", "")
     has_ulps = not dtypes and a.dtype.is_floating_point
     absolute, largest, differing, ulps = 0.0, 0.0, 0, 0
-    parts = (torch.split(plain(each).flatten(), _PART) for each in (a, b))
+    parts = (torch.split(plain(side).flatten(), _PART) for side in (a, b))
     for x, y in zip(*parts, strict=True) if a.numel() else ():
         gap, size, count = _gap(x.double(), y.double())
         ulps = max(ulps, _ulps(x, y, are_finite=math.isfinite(gap))) if has_ulps else 0
         absolute, largest = max(absolute, gap), max(largest, size)
-        # Whole numbers beyond float64's digits are compared as they are; their distance comes out rounded.
-        is_whole = not (dtypes or x.is_floating_point())
-        differing += int((x.long() != y.long()).sum()) if is_whole else count
+        # Integers are compared as integers: float64 would round large ones. Their distance is rounded.
+        is_integer = not (dtypes or x.is_floating_point())
+        differing += int((x.long() != y.long()).sum()) if is_integer else count
     relative = absolute / largest if largest else (math.inf if absolute else 0.0)
     return Difference(name, kind, a.numel(), differing, absolute, relative, ulps if has_ulps else None, dtypes)
 
 
 def _gap(x: Tensor, y: Tensor) -> tuple[float, float, int]:
-    """Return the largest |x - y|, the largest finite |value|, and how many elements differ. Both are float64 (n,)."""
+    """Return the largest |x - y|, the largest finite |value|, and the number of differing elements.
+
+    x and y are float64 (n,).
+    """
     gaps = (x - y).abs_()
     largest = float(gaps.max())
-    if math.isfinite(largest):  # and so is every value
-        size = max(float(each.abs().max()) for each in (x, y))
+    if math.isfinite(largest):  # then every value is finite
+        size = max(float(side.abs().max()) for side in (x, y))
         return largest, size, int(gaps.count_nonzero())
-    # Where the two are equal, inf - inf and nan - nan are no difference.
+    # inf - inf and nan - nan are NaN: equal values have no gap.
     same = (x == y) | (x.isnan() & y.isnan())
     gaps.masked_fill_(same, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
-    size = max(float(each.nan_to_num(0, 0, 0).abs().max()) for each in (x, y))
+    size = max(float(side.nan_to_num(0, 0, 0).abs().max()) for side in (x, y))
     return float(gaps.max()), size, int((~same).sum())
 
 
 def _ulps(x: Tensor, y: Tensor, *, are_finite: bool) -> int:
     """Return the largest distance in floating-point steps from x (n,) to y."""
-    first, second = _place(x), _place(y)
+    first, second = _position(x), _position(y)
     steps = (first - second).abs_()
-    if x.element_size() == 8:  # numbers of opposite signs may be further apart than int64 counts
+    if x.element_size() == 8:  # the distance between opposite signs may overflow int64
         steps.masked_fill_(((first ^ second) < 0) & (first.abs() > _MOST - second.abs()), _MOST)
     return int((steps if are_finite else steps.masked_fill_(x.isnan() & y.isnan(), 0)).max())
 
 
-def _place(values: Tensor) -> Tensor:
-    """Return each value's rank among its type's values. Its bits as integers, the negative ones mirrored."""
+def _position(values: Tensor) -> Tensor:
+    """Return each value's position among its dtype's values: its bits as an integer, negative ones mirrored."""
     bits = values.contiguous().view(INTEGERS[values.element_size()])
     return torch.where(bits < 0, torch.iinfo(bits.dtype).min - bits, bits).long()

@@ -1,7 +1,7 @@
-"""Check that each sample is computed exactly once, in each epoch and each evaluation (`--ledger`).
+"""Check that each sample is computed exactly once per epoch and evaluation (`--ledger`).
 
-Every rank counts the samples that it computes, in one byte per sample. At the end of an epoch or an evaluation the
-counts are summed over the ranks; until then nothing is exchanged.
+Every rank counts the samples that it computes, in one byte per sample. At the end of an epoch or an evaluation, the
+counts are summed over the ranks; there is no other communication.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MOST_SAMPLES = 2**31
 """The largest data set whose samples are counted; each rank then holds 2 GiB of counts."""
 _CHUNK = 1 << 20
 """Samples whose counts are summed over the ranks at a time."""
-_NAMED = 4
-"""Samples that an error names."""
+_MOST_NAMES = 4
+"""Most samples that an error names."""
 Indices = npt.NDArray[np.int64]
 
 
 class SampleCounts:
-    """How often this rank has computed each sample."""
+    """Number of times that this rank has computed each sample."""
 
     def __init__(self, size: int) -> None:
         """Start at zero; indices are in [0, `size`). Raises `RequestError` for more than `MOST_SAMPLES`."""
@@ -54,44 +54,44 @@ class SampleCounts:
         self._outside += len(indices) - len(inside)
 
     def violation(self, world: World, due: int) -> str:
-        """Return in a clause how all ranks' counts break "`due` samples, each once"; "" if they do not (*collective*).
+        """Return a clause if all ranks' counts violate "`due` samples, each once", else "" (*collective*).
 
         `due` may be smaller than the data set, as with `drop_last`; any samples may then be absent.
         """
         size = len(self._times)
-        absent, repeated = _Few(), _Few()
+        absent, repeated = _Samples(), _Samples()
         for start in range(0, size, _CHUNK):
             times = torch.from_numpy(self._times[start : start + _CHUNK].astype(np.int32))
             summed = world.sum_(times).numpy()
             absent.add(start + np.flatnonzero(summed == 0))
             repeated.add(start + np.flatnonzero(summed > 1))
-        own = (self._total, self._outside, self._times[repeated.first].tolist())
-        by_rank = world.gather(own)
-        total, outside = (sum(counts[at] for counts in by_rank) for at in (0, 1))
+        local_counts = (self._total, self._outside, self._times[repeated.first].tolist())
+        by_rank = world.gather(local_counts)
+        total, outside = (sum(counts[column] for counts in by_rank) for column in (0, 1))
         distinct = size - absent.number
         clauses = []
         if repeated.number:
             ranks = [rank for rank, (*_, times) in enumerate(by_rank) if times[0]]
-            where = f"sample {repeated.first[0]} on {ranks_named(ranks)}"
-            clauses.append(f"{repeated} came more than once ({where})")
+            example = f"sample {repeated.first[0]} on {ranks_named(ranks)}"
+            clauses.append(f"{repeated} came more than once ({example})")
         if absent.number and due == size:
             clauses.append(f"{absent} did not come")
         elif distinct != due:
             clauses.append(f"{distinct:,} of {due:,} samples came")
         if outside:
             clauses.append(f"{counted(outside, 'number')} beyond the {size:,} samples came")
-        if not clauses and total != due:  # a count of one byte starts again after 255
+        if not clauses and total != due:  # a count of one byte wraps around after 255
             clauses.append(f"{total:,} samples came in place of {due:,}")
         return ", and ".join(clauses)
 
     def clear(self) -> None:
-        """Start again at zero."""
+        """Reset all counts to zero."""
         self._times.fill(0)
         self._total = self._outside = 0
 
 
-class _Few:
-    """The first few of many samples, and their number."""
+class _Samples:
+    """The first of many samples, and their number."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -99,29 +99,29 @@ class _Few:
 
     def add(self, indices: Indices) -> None:
         self.number += len(indices)
-        self.first = np.concatenate([self.first, indices])[:_NAMED]
+        self.first = np.concatenate([self.first, indices])[:_MOST_NAMES]
 
     def __str__(self) -> str:
-        more = self.number - len(self.first)
-        named = f"sample{'s' * (self.number > 1)} {', '.join(map(str, self.first))}"
-        return named + f" and {more:,} more" * bool(more)
+        omitted = self.number - len(self.first)
+        shown = f"sample{'s' * (self.number > 1)} {', '.join(map(str, self.first))}"
+        return shown + f" and {omitted:,} more" * bool(omitted)
 
 
 class SampleCheck:
-    """Counts a run's samples, and stops the run unless each comes exactly once."""
+    """Counts a run's samples; stops the run unless each is computed exactly once."""
 
     def __init__(self, world: World, size: int, *, before: int = 0, trained: Iterable[Indices] = ()) -> None:
         """Count training samples with indices in [0, `size`).
 
-        A run that was resumed within an epoch has trained `before` of its samples already: this rank counts the part
-        `trained` of them.
+        A run resumed within an epoch has already trained `before` of the epoch's samples; this rank counts its part of
+        them, `trained`.
         """
         self.cost_s = 0.0
-        """Seconds that this rank has spent on judging."""
-        self._world, self._before = world, before
+        """Seconds that this rank has spent on these checks."""
+        self._world, self._resumed_samples = world, before
         self._counts = SampleCounts(size)
         self._batch: list[Indices] = []
-        """Samples of the global batch under way."""
+        """Samples of the current global batch."""
         self._epochs = self._evaluations = 0
         self._fault = ""
         for indices in trained:
@@ -132,7 +132,7 @@ class SampleCheck:
         self._batch.append(indices)
 
     def end_batch(self) -> None:
-        """Count the samples noted since the last batch: the batch is complete."""
+        """Count the samples of the completed batch."""
         for indices in self._batch:
             self._counts.add(indices)
         self._batch.clear()
@@ -142,7 +142,7 @@ class SampleCheck:
 
         The next one has indices in [0, `size`), by default as many as before.
         """
-        self._batch.clear()  # of a batch that the user's loop has left
+        self._batch.clear()  # of a batch that the user's loop left unfinished
         self._judge(self._counts, due, f"epoch {epoch}")
         self._counts.clear()
         if size is not None and size != self._counts.size:
@@ -162,7 +162,7 @@ class SampleCheck:
             self._fault = f"in {part}, {violation}"
             raise ProofError(
                 f"Not each sample was computed exactly once: {self._fault}. The order of the data, or what a loader "
-                "makes of it, differs from rank to rank or repeats; compare what each rank reads."
+                "makes of it, differs from rank to rank or repeats; compare the samples that each rank reads."
             )
 
     def proof(self) -> Check:
@@ -171,8 +171,8 @@ class SampleCheck:
         covers = (
             f"{counted(self._epochs, 'epoch')} and {counted(self._evaluations, 'evaluation')} ended, and were counted"
         )
-        if self._before:
-            covers += f"; {counted(self._before, 'sample')} of an epoch came before the resume, by its order"
+        if self._resumed_samples:
+            covers += f"; {counted(self._resumed_samples, 'sample')} of an epoch came before the resume, by its order"
         return Check(
             name="samples",
             claim=CLAIM,
