@@ -286,8 +286,8 @@ an epoch's last sample is never trained on: batching.py
 - min(start + self.global_size, samples)
 + min(start + self.global_size, samples - 1)
 uneven shares overlap: batching.py
-- begin = whole.start + part * base + min(part, extra)
-+ begin = whole.start + part * base
+- begin = positions.start + part * base + min(part, extra)
++ begin = positions.start + part * base
 = unit/test_order.py::test_each_sample_exactly_once
 a sample stands twice in the order: data/order.py
 - values[outside] = walked = self._encipher(values[outside])
@@ -321,8 +321,8 @@ a transform of one's own goes on from the sample before: data/feed.py
 +         pass
 = ranks/test_data.py::test_what_is_wrong_or_differs_on_one_rank_is_told_by_all
 ranks train on different data: data/ranks.py
-- if found := world.find_mismatch(facts):
-+ if (found := world.find_mismatch(facts)) and False:
+- if mismatch := world.find_mismatch(facts):
++ if (mismatch := world.find_mismatch(facts)) and False:
 = ranks/test_samples.py::test_counts_name_what_came_twice_or_never
 samples that never came are not reported: checks/samples.py
 - if absent.number and due == size:

@@ -1,10 +1,10 @@
-"""The global batch's split: global micro-batches, then each rank's share.
+"""Split the global batch into global micro-batches, and each of these into the ranks' shares.
 
-The statistics of BatchNorm are those of one global micro-batch: their number is part of the model, and stays when the
-world changes. Each is cut into a part for each device of the world; a rank has its devices' parts, which are
-neighbours. All cuts are as even as they can be, the larger parts first: 10 samples on 4 ranks are 3, 3, 2 and 2. An
-epoch's last batch has micro-batches about as large as the others'. Ranks may then have no sample: such a rank computes
-the batch's first one instead, which counts nothing, so that it takes part in all that ranks exchange.
+BatchNorm's statistics are those of one global micro-batch: the number of micro-batches is part of the model, and stays
+when the world changes. Each micro-batch is cut into one part per device of the world; a rank has the adjacent parts of
+its devices. All cuts are as even as possible, larger parts first: 10 samples on 4 ranks are 3, 3, 2 and 2. The
+micro-batches of an epoch's last batch are about as large as the others. A rank may then have no sample: it computes the
+batch's first sample instead, with a weight of zero, so that it takes part in every collective.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from .errors import RequestError, counted
 class Share(NamedTuple):
     """A rank's share of one global micro-batch: positions [start, stop) of the epoch's order.
 
-    Where `size` is 0, the global batch's first sample stands in.
+    If `size` is 0, the range is that of the global batch's first sample, which stands in.
     """
 
     start: int
     stop: int
     size: int
-    """Samples that count."""
+    """Samples of the share; 0 if a stand-in is computed."""
     total: int
-    """Samples of the whole global batch."""
+    """Samples of the global batch."""
     last: bool
     """Whether this is the global batch's last micro-batch."""
     step: int
-    """The global batch, from the epoch's beginning."""
+    """Index of the global batch in the epoch."""
     micro: int
-    """The micro-batch of the global batch."""
+    """Index of the micro-batch in the global batch."""
     row: int
-    """Samples of the micro-batch that lower ranks have."""
+    """Samples of the micro-batch on lower ranks."""
     rows: int
     """Samples of the micro-batch on all ranks."""
 
@@ -59,9 +59,9 @@ class BatchPlan:
         accumulation: int | None = None,
         devices: int = 1,
     ) -> BatchPlan:
-        """Plan a global batch. By `accumulation` micro-batches, or the fewest of at most `micro_size` samples a rank.
+        """Plan a global batch of `accumulation` micro-batches, or the fewest of at most `micro_size` per rank.
 
-        Raises `RequestError` where a device would have no sample of a micro-batch.
+        Raises `RequestError` if a device would have no sample of a micro-batch.
         """
         parts = ranks * devices
         if accumulation is None:
@@ -74,13 +74,13 @@ class BatchPlan:
             raise RequestError(
                 f"Global batch {global_size} does not split into {counted(accumulation, 'micro-batch')} on "
                 f"{counted(parts, 'device')}: each device needs at least one sample of each; use {' or '.join(ways)} "
-                "(a run that is continued keeps its batch and its micro-batches)."
+                "(a resumed run keeps its batch and its micro-batches)."
             )
         return cls(global_size=global_size, ranks=ranks, accumulation=accumulation, devices=devices)
 
     @property
     def largest_share(self) -> int:
-        """The most samples that a rank computes at once."""
+        """The largest number of samples that a rank computes at once."""
         return len(self.split(0, self.global_size, 0)[0])
 
     def steps(self, samples: int, *, drop_last: bool = False) -> int:
@@ -99,23 +99,24 @@ class BatchPlan:
 
     def shares(self, samples: int, rank: int, *, first: int = 0, drop_last: bool = False) -> Iterator[Share]:
         """Yield the rank's share of each micro-batch of an epoch of `samples`, from step `first` on."""
-        whole = self.batch_shares(self.global_size, rank)  # the same for each batch but the last: cut once
+        full_batch = self.batch_shares(self.global_size, rank)  # the same for every batch but the last: split once
         for step in range(first, self.steps(samples, drop_last=drop_last)):
             begin, end = self.batch(step, samples)
             total = end - begin
-            for share in whole if total == self.global_size else self.batch_shares(total, rank):
+            for share in full_batch if total == self.global_size else self.batch_shares(total, rank):
                 yield share._replace(start=begin + share.start, stop=begin + share.stop, step=step)
 
     def batch_shares(self, total: int, rank: int) -> list[Share]:
         """Return the rank's shares of a batch of `total` samples. Positions count from the batch's beginning."""
-        micros, found = self._micros(total), list[Share]()
+        micros, shares = self._micros(total), list[Share]()
         for micro in range(micros):
-            whole = _cut(range(total), micros, micro)
-            own = self._share(whole, rank)
-            read = own or range(1)
-            row = own.start - whole.start
-            found.append(Share(read.start, read.stop, len(own), total, micro + 1 == micros, 0, micro, row, len(whole)))
-        return found
+            block = _cut(range(total), micros, micro)
+            share = self._share(block, rank)
+            span = share or range(1)
+            row = share.start - block.start
+            is_last = micro + 1 == micros
+            shares.append(Share(span.start, span.stop, len(share), total, is_last, 0, micro, row, len(block)))
+        return shares
 
     def _micros(self, samples: int) -> int:
         return max(1, -(-samples * self.accumulation // self.global_size))
@@ -125,20 +126,20 @@ class BatchPlan:
         return range(_cut(micro, parts, first).start, _cut(micro, parts, first + self.devices - 1).stop)
 
     def __str__(self) -> str:
-        """Return the plan in one line. `global batch 256 = 4 ranks × 2 micro-batches × 32`, for example."""
-        each, more = divmod(self.global_size, self.ranks * self.devices * self.accumulation)
+        """Return the plan in one line, such as `global batch 256 = 4 ranks × 2 micro-batches × 32`."""
+        size, extra = divmod(self.global_size, self.ranks * self.devices * self.accumulation)
         ranks = counted(self.ranks, "rank") + (f" × {counted(self.devices, 'device')}" if self.devices > 1 else "")
         micros = counted(self.accumulation, "micro-batch")
-        return f"global batch {self.global_size} = {ranks} × {micros} × {each}" + (f" or {each + 1}" if more else "")
+        return f"global batch {self.global_size} = {ranks} × {micros} × {size}" + (f" or {size + 1}" if extra else "")
 
 
-def _cut(whole: range, parts: int, part: int) -> range:
-    base, extra = divmod(len(whole), parts)
-    begin = whole.start + part * base + min(part, extra)
+def _cut(positions: range, parts: int, part: int) -> range:
+    base, extra = divmod(len(positions), parts)
+    begin = positions.start + part * base + min(part, extra)
     return range(begin, begin + base + (part < extra))
 
 
 def _largest_micro(share: int, ranks: int, devices: int) -> int:
-    """Return the largest global micro-batch with at most `share` samples a rank."""
-    each, more = divmod(share, devices)
-    return ranks * devices * each + more
+    """Return the largest global micro-batch with at most `share` samples per rank."""
+    size, remainder = divmod(share, devices)
+    return ranks * devices * size + remainder

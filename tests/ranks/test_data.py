@@ -143,7 +143,7 @@ def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, cop
     for words, way in (
         ("rank 1 has train labels", "relabelled"),
         ("rank 1 has splits ['train', 'validation', 'test'] (rank 0 has ['train', 'test'])", "three sets"),
-        ("its train data: samples differ from one reading to the next", "own generator"),
+        ("its train data: samples differ between two readings", "own generator"),
         ("its train data is not the same on every rank: rank 1 reads other samples", "other samples"),
         ("raised OSError", "gone"),
     ):

@@ -112,7 +112,7 @@ def test_small_classes_train_and_are_held_out_where_they_have_two_samples(pool: 
         for ranks in (1, 2):
             for *counts, (caution,) in pool.run(ranks, _held_of_few, share, labels):
                 assert tuple(counts) == expected
-                assert caution.endswith("classes with a single one, which trains: cow")
+                assert caution.endswith("classes with a single sample, which is trained on: cow")
 
 
 def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_folder_of_images_may_have_val_and_test(tmp_path: Path, folders: str, 
     assert (len(found.train), len(found.validation or ()), len(found.test)) == (10, validation, test)
     assert found.names == ("ant", "bee")
     if validation:
-        with pytest.raises(RequestError, match=r"--holdout 0\.5: --data imagefolder has a validation set of its own"):
+        with pytest.raises(RequestError, match=r"--holdout 0\.5: --data imagefolder already has a validation set"):
             _splits(**asked, holdout=0.5)
 
 

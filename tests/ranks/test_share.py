@@ -69,7 +69,7 @@ def test_ranks_whose_data_have_other_samples_are_told_so(pool: RankPool) -> None
     for what, words in (
         ("the same", ""),
         ("shifted", "rank 1 reads other samples than rank 0"),
-        ("drawn", "draws from one of its own"),
+        ("drawn", "draws from another one"),
         ("whole", ""),
         ("shared out", "rank 1 reads other samples than rank 0"),
     ):

@@ -1,7 +1,7 @@
 """Counter-based random numbers: hashes of (seed, epoch, purpose, sample).
 
-They depend on neither rank nor worker nor history (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
-2011). The hash is SplitMix64's finalizer (Steele, Lea & Flood, OOPSLA 2014), in 64-bit integers on the host.
+They do not depend on rank, worker or history (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+The hash is SplitMix64's finalizer (Steele, Lea & Flood, OOPSLA 2014), in 64-bit integers on the host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def key(*words: int) -> int:
 @lru_cache(maxsize=64)
 def keys(count: int, *words: int) -> UInt64:
     """Return `count` different 64-bit keys (count,) for a tuple of integers; read-only."""
-    found = bits(np.array([key(*words)], np.uint64), np.arange(count)).reshape(count)
-    found.flags.writeable = False
-    return found
+    result = bits(np.array([key(*words)], np.uint64), np.arange(count)).reshape(count)
+    result.flags.writeable = False
+    return result
 
 
 def bits(keys: UInt64, indices: npt.NDArray[np.int64]) -> UInt64:
@@ -40,7 +40,7 @@ def bits(keys: UInt64, indices: npt.NDArray[np.int64]) -> UInt64:
 
 
 def below(bound: int, random: UInt64) -> npt.NDArray[np.int64]:
-    """Return integers in [0, bound) from random bits. No value is favoured by more than bound ÷ 2³²."""
+    """Return integers in [0, bound) from random bits. Their probabilities differ by at most bound ÷ 2³², relative."""
     return ((random >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
 
 

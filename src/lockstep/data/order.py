@@ -1,9 +1,9 @@
 """Order of an epoch: slices of a keyed permutation, in constant memory.
 
-A stored permutation of 10⁹ samples takes 8 GB on every rank. Instead, position p's sample is *computed* by a block
-cipher on [0, 2**b), 2**b being the smallest power of two that is not below n: a Feistel network, each round of which
-can be undone (Luby & Rackoff, 1988). Where a value falls at or above n, the network is applied again: "cycle walking"
-(Black & Rogaway, 2002), again a bijection, in fewer than two passes on average.
+A stored permutation of 10⁹ samples takes 8 GB on every rank. Instead, the sample at position p is computed by a block
+cipher on [0, 2**b), where 2**b is the smallest power of two not below n: a Feistel network, whose rounds are invertible
+(Luby & Rackoff, 1988). A result of n or more is enciphered again: "cycle walking" (Black & Rogaway, 2002), which is
+also a bijection, and takes fewer than two passes on average.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy.typing as npt
 from . import counter
 
 SHUFFLED, ASCENDING, OF_A_SAMPLER = "shuffled by the seed", "ascending", "a sampler's own"
-"""Orders of an epoch; of a sampler's own, only that each sample comes once is known."""
+"""Kinds of orders. The order of a user's sampler is unknown, except that each sample occurs once."""
 CHUNK = 65_536
-"""Positions enciphered at a time and kept, so that small consecutive slices are plain slices of an array."""
+"""Positions enciphered and cached at a time: small consecutive slices are then array slices."""
 ROUNDS = 10
-"""Rounds of the network. With 10, the 24 orders of 4 samples, the hardest case, are equally likely within 0.4%."""
+"""Rounds of the network. With 10, the 24 orders of 4 samples, the hardest case, are equally probable within 0.4%."""
 _MULTIPLIERS = (np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15))
 
 
 class Order:
-    """Order of an epoch's samples, from (`samples`, `seed`, `epoch`) alone."""
+    """Order of an epoch's samples, a function of (`samples`, `seed`, `epoch`)."""
 
     def __init__(self, samples: int, *, seed: int, epoch: int) -> None:
         assert 0 <= samples <= 2**62, samples
@@ -55,8 +55,8 @@ class Order:
     def _encipher(self, values: counter.UInt64) -> counter.UInt64:
         low_mask = (np.uint64(1) << self._low_bits) - np.uint64(1)
         high, low = values >> self._low_bits, values & low_mask
-        for number, key in enumerate(self._keys):
-            if number % 2:
+        for round_index, key in enumerate(self._keys):
+            if round_index % 2:
                 high ^= _hash(low, key, self._high_bits)
             else:
                 low ^= _hash(high, key, self._low_bits)
@@ -64,7 +64,7 @@ class Order:
 
 
 def _hash(half: counter.UInt64, key: np.uint64, bits: np.uint64) -> counter.UInt64:
-    """Return the highest `bits` bits of a keyed hash, its best. half is (n,); 0 for no bits."""
+    """Return the highest, best mixed `bits` bits of a keyed hash. `half` is (n,); the result is 0 for 0 bits."""
     words = half + key
     words *= _MULTIPLIERS[0]
     words ^= words >> np.uint64(32)

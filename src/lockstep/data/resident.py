@@ -16,16 +16,16 @@ from .source import Fetched, Indices, Request, Source, Splits
 Read = Callable[[], dict[str, tuple[Array, Array]]]
 """Returns {"train" and "test": (images (N, H, W, C) uint8, labels (N,))}."""
 Fetch = Callable[[Indices], tuple[Tensor, Tensor]]
-"""indices (n,) -> these samples as they are stored, (n, …), and their labels on the device."""
+"""indices (n,) -> the stored samples (n, …), and their labels on the device."""
 _CLASSES, _NOISES, _SQUARES = 10, 16, 4
-"""Of fake: classes, patterns of noise, and squares a side of a class's pattern."""
+"""Of `fake`: classes, noise patterns, and squares per side of a class's pattern."""
 _FAKE = 2
 _READY_BYTES = 64 << 20
-"""Largest set without augmentation that is normalised once, not batch by batch: 7 µs of a small net's step."""
+"""Largest data set without augmentation to normalise once. Per batch, it takes 7 µs of a small net's step."""
 
 
 class Data(Source):
-    """Source of `samples` samples, by `fetch` and `transform`."""
+    """Source of `samples` samples, read by `fetch` and transformed by `transform`."""
 
     def __init__(self, samples: int, classes: int, transform: Transform | Plain, fetch: Fetch) -> None:
         self.classes, self.shape, self.dtype = classes, transform.shape, transform.dtype
@@ -43,16 +43,16 @@ class Data(Source):
 def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats) -> Splits:
     """Return the sources of small images (*collective*). One rank of each host calls `read`.
 
-    `mean` and `std` are those of each channel over the training images, in the units of the stored bytes.
+    `mean` and `std` are per channel, over the training images, in units of the stored bytes.
     """
 
     def tables() -> Arrays:
-        return {f"{split} {at}": array for split, pair in read().items() for at, array in enumerate(pair)}
+        return {f"{split} {column}": array for split, pair in read().items() for column, array in enumerate(pair)}
 
     arrays = shared(request.world, tables)
 
     def make(split: str, variations: tuple[str, ...]) -> Source:
-        x, y = (torch.from_numpy(arrays[f"{split} {at}"]) for at in range(2))
+        x, y = (torch.from_numpy(arrays[f"{split} {column}"]) for column in range(2))
         shape = (x.shape[3], x.shape[1], x.shape[2])
         transform = Transform(request, shape, variations, mean, std)
         if not variations and x.numel() * request.dtype.itemsize <= _READY_BYTES and request.config.on_device != "off":
@@ -65,7 +65,8 @@ def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats)
 def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Transform | Plain) -> Data:
     """Return a source of samples x (N, …) and labels y (N,).
 
-    x is in host memory, or on an accelerator: on request, or if x takes at most a quarter of the free memory.
+    x is moved to an accelerator on request, or if it takes at most a quarter of the free memory; else it stays in host
+    memory.
     """
     mode, device = request.config.on_device, request.world.device
     y = y.to(device, torch.int64)
@@ -73,9 +74,11 @@ def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Tr
         x = x.to(device) if mode == "on" or x.nbytes * 4 <= torch.cuda.mem_get_info(device)[0] else x
 
     def fetch(share: Indices) -> tuple[Tensor, Tensor]:
-        at = torch.from_numpy(share)
-        at_y = to_device(at, y.device)
-        return x.index_select(0, at_y if x.device == y.device else at), y.index_select(0, at_y)
+        host_indices = torch.from_numpy(share)
+        device_indices = to_device(host_indices, y.device)
+        return x.index_select(0, device_indices if x.device == y.device else host_indices), y.index_select(
+            0, device_indices
+        )
 
     return Data(len(y), classes, transform, fetch)
 
@@ -83,8 +86,9 @@ def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Tr
 def fake(request: Request) -> Splits:
     """Return synthetic images (3, size, size) for measurements.
 
-    --samples for training, a quarter as many held out. Label, noise pattern and noise strength are hashes of a sample's
-    index; an image is its class's pattern of coarse squares plus noise. Any size costs no memory, and can be learnt.
+    --samples for training, a quarter as many for testing. Label, noise pattern and noise strength are hashes of a
+    sample's index; an image is its class's pattern of coarse squares plus noise. The images take no memory, and a model
+    can learn them.
     """
     size, samples, device = request.config.image_size, request.config.samples, request.world.device
     square = np.arange(size) * _SQUARES // size
@@ -112,7 +116,7 @@ def fake(request: Request) -> Splits:
 
 
 def _noise(images: int, side: int, purpose: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Return (images, side, side, 3) numbers of mean 0 and variance 1."""
+    """Return noise (images, side, side, 3) of mean 0 and variance 1."""
     keys = counter.keys(1, _FAKE, 2, purpose)
     flat = counter.uniform(counter.bits(keys, np.arange(images * side * side * 3)))
     return ((flat - 0.5) * 12**0.5).reshape(images, side, side, 3)

@@ -1,7 +1,7 @@
-"""Interface of data sets: batches for given sample indices.
+"""Interface of data sets: batches of samples by index.
 
-Variations, such as augmentation, are pure functions of (seed, epoch, sample index): a sample is the same bits in any
-batch and on any rank.
+Variations, such as augmentation, are pure functions of (seed, epoch, sample index): a sample has the same bits in every
+batch and on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ranks import is_changed
 Indices = npt.NDArray[np.int64]
 SPLITS = ("train", "validation", "test")
 _HOLDOUT = 7
-"""Keeps the draws of --holdout apart from those of augmentation and of the data sets."""
+"""Key of --holdout's draws, distinct from those of augmentation and of the data sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Request:
 
 
 class Fetched(NamedTuple):
-    """Samples of one share. x (n, *shape), y (n,) int64, and the indices that were read, (n,) int64."""
+    """Samples of one share: x (n, *shape), y (n,) int64, and the indices that were read, (n,) int64."""
 
     x: Tensor
     y: Tensor
@@ -48,15 +48,15 @@ class Fetched(NamedTuple):
 
 
 class Source(Protocol):
-    """One split of a data set. `classes` is their number; `shape` and `dtype` are those of a sample."""
+    """One split of a data set, of `classes` classes. `shape` and `dtype` are those of a sample."""
 
     classes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     skipped: tuple[str, ...] = ()
-    """Files that were left out because they cannot be decoded."""
+    """Files that were skipped because they cannot be decoded."""
     files: tuple[str, npt.NDArray[np.bytes_]] | None = None
-    """A folder's name below --data-dir, and the samples' files below it (N,); of a `Part`, those of the whole."""
+    """A folder's name below --data-dir, and the samples' files below it (N,); a `Part` has those of its source."""
 
     def __len__(self) -> int: ...
 
@@ -69,28 +69,28 @@ class Source(Protocol):
 
 
 class Part(Source):
-    """Samples of `whole` at ascending `indices` (n,), renumbered from 0."""
+    """Samples of `source` at ascending `indices` (n,), renumbered from 0."""
 
-    def __init__(self, whole: Source, indices: Indices) -> None:
-        self.classes, self.shape, self.dtype, self.skipped = whole.classes, whole.shape, whole.dtype, whole.skipped
-        self.indices, self._whole, self.files = indices, whole, whole.files
+    def __init__(self, source: Source, indices: Indices) -> None:
+        self.classes, self.shape, self.dtype, self.skipped = source.classes, source.shape, source.dtype, source.skipped
+        self.indices, self._source, self.files = indices, source, source.files
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        for x, y, read in self._whole.stream((self.indices[share] for share in shares), epoch=epoch):
-            at = np.searchsorted(self.indices, read)
-            # A sample of another part gets a number that no sample of this one has.
-            is_ours = self.indices[np.minimum(at, len(self) - 1)] == read
-            yield Fetched(x, y, np.where(is_ours, at, len(self) + read))
+        for x, y, read in self._source.stream((self.indices[share] for share in shares), epoch=epoch):
+            positions = np.searchsorted(self.indices, read)
+            # A sample of another part gets a number outside this part.
+            is_member = self.indices[np.minimum(positions, len(self) - 1)] == read
+            yield Fetched(x, y, np.where(is_member, positions, len(self) + read))
 
     def close(self) -> None:
-        self._whole.close()
+        self._source.close()
 
 
 class Relabelled(Source):
-    """`source` with label `numbers[y]` in place of y. `numbers` are (classes,) int64."""
+    """`source` with labels `numbers[y]` in place of y. `numbers` is (classes,) int64."""
 
     def __init__(self, source: Source, numbers: Tensor) -> None:
         self.classes, self.shape, self.dtype, self.skipped = source.classes, source.shape, source.dtype, source.skipped
@@ -116,10 +116,10 @@ Make = Callable[[str, tuple[str, ...]], Source]
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits of a data set, and the classes' names if any.
+    """Splits of a data set, and the names of its classes, if any.
 
-    `cautions` are sentences to tell the user. `contents` are, by split of a user's data set, a digest of its `labels`,
-    and signatures of some `samples`; labels are taken by name where there are names.
+    `cautions` are messages to the user. `contents` has, for each split of a user's data set, a digest of its `labels`
+    and signatures of some `samples`; the digest is of class names if there are any.
     """
 
     train: Source
@@ -139,28 +139,34 @@ class Splits:
         names: tuple[str, ...] = (),
         labels: Indices | None = None,
     ) -> Splits:
-        """Return the sources that `make` gives. `validation` says whether the data have such a split.
+        """Return the splits, with sources from `make`. `validation`: whether the data have a validation split.
 
-        --holdout cuts one off training, a share of each class where the training set's `labels` (N,) are known. Raises
-        `RequestError` where there are both.
+        --holdout takes one from the training data: a share of each class if the training set's `labels` (N,) are known.
+        Raises `RequestError` if there are both.
         """
         cautions: tuple[str, ...] = ()
         augment = request.config.augment
         train, test = make("train", augment), make("test", ())
         held_out = make("validation", ()) if validation else None
         if request.config.holdout:
-            kept, held = hold_out(request.config, request.seed, len(train), labels, has_validation=validation)
-            if labels is not None and (alone := sorted({*labels[kept].tolist()} - {*labels[held].tolist()})):
-                of_one = few([names[label] if label < len(names) else f"class {label}" for label in alone], 5)
-                cautions = (f"the validation set has no sample of classes with a single one, which trains: {of_one}",)
-            whole = make("train", ()) if augment else train
-            train, held_out = Part(train, kept), Part(whole, held)
+            train_indices, held_indices = hold_out(
+                request.config, request.seed, len(train), labels, has_validation=validation
+            )
+            if labels is not None and (
+                untested := sorted({*labels[train_indices].tolist()} - {*labels[held_indices].tolist()})
+            ):
+                of_one = few([names[label] if label < len(names) else f"class {label}" for label in untested], 5)
+                cautions = (
+                    f"the validation set has no sample of classes with a single sample, which is trained on: {of_one}",
+                )
+            full_train = make("train", ()) if augment else train
+            train, held_out = Part(train, train_indices), Part(full_train, held_indices)
         return cls(train, test, held_out, names, cautions)
 
     def matched(self, names: Sequence[str], origin: str, advice: str = "") -> Splits:
-        """Return the splits with labels that number the classes as `names` does: those that `origin` was trained on.
+        """Return the splits with classes numbered as in `names`, those that `origin` was trained on.
 
-        Without names on either side these are the same splits. Raises `RequestError` for classes of other names.
+        Returns the same splits if either side has no names. Raises `RequestError` for classes of other names.
         """
         if not (names and self.names) or [*names] == [*self.names]:
             return self
@@ -179,7 +185,7 @@ class Splits:
         return replace(self, train=train, test=test, validation=validation, names=tuple(names))
 
     def compared(self, contents: Mapping[str, Mapping[str, Any]]) -> Splits:
-        """Return the splits with a caution where they differ from `contents`, which a run was trained with."""
+        """Return the splits, with a caution if they differ from `contents`, a run's training data."""
         changed = [
             split
             for split in self.contents.keys() & contents.keys()
@@ -192,12 +198,12 @@ class Splits:
 
     @property
     def judged(self) -> Source:
-        """Set for choosing the best weights: validation, else test."""
+        """The split that chooses the best weights: validation, else test."""
         return self.test if self.validation is None else self.validation
 
     @property
     def best_on(self) -> str:
-        """Name of the set for choosing the best weights."""
+        """Name of the split that chooses the best weights."""
         return "test set" if self.validation is None else "validation set"
 
     def close(self) -> None:
@@ -208,28 +214,29 @@ class Splits:
 
 
 def hold_out(
-    asked: DataConfig, seed: int, samples: int | None, labels: Indices | None = None, *, has_validation: bool
+    config: DataConfig, seed: int, samples: int | None, labels: Indices | None = None, *, has_validation: bool
 ) -> tuple[Indices, Indices]:
-    """Return the samples that --holdout leaves to training, and those it takes.
+    """Return the indices that --holdout leaves to training, and those that it holds out.
 
-    Each by a number drawn from (seed, index) alone; of each class, where the `labels` (N,) are known, those of the
-    lowest numbers: at least one, and at most all but one. Raises `RequestError` for a stream, whose number of `samples`
-    is None, for data with a validation set of their own, and where it takes none of the samples, or all.
+    It selects samples by a random number, a function of (seed, index). If the `labels` (N,) are known, it holds out the
+    samples of each class with the lowest numbers: at least one, and at most all but one. Raises `RequestError` for a
+    stream, whose number of `samples` is None, for data with their own validation set, and if it holds out no sample or
+    all.
     """
-    share = asked.holdout
+    share = config.holdout
     if has_validation or samples is None:
-        why = "has a validation set of its own" if has_validation else "is a stream, whose samples have no index"
-        raise RequestError(f"--holdout {share:g}: --data {asked.name} {why}; leave it out.")
+        reason = "already has a validation set" if has_validation else "is a stream, whose samples have no index"
+        raise RequestError(f"--holdout {share:g}: --data {config.name} {reason}; leave it out.")
     numbers = counter.uniform(counter.bits(counter.keys(1, seed, _HOLDOUT), np.arange(samples))[0])
     is_held = numbers < share
     if labels is not None and 0 < round(share * samples) < samples:
         _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-        order = np.lexsort((numbers, class_of))  # class by class
+        order = np.lexsort((numbers, class_of))  # grouped by class
         place = np.arange(samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         wanted = np.where(sizes > 1, np.rint(share * sizes).clip(1, np.maximum(sizes - 1, 1)), 0)
         is_held[order] = place < np.repeat(wanted, sizes)
-    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-    if not (len(kept) and len(held)):
-        found = f"{'all' if len(held) else 'none'} of {counted(samples, 'sample')}"
-        raise RequestError(f"--holdout {share:g} holds out {found}; give another share.")
-    return kept, held
+    train_indices, held_indices = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+    if not (len(train_indices) and len(held_indices)):
+        amount = f"{'all' if len(held_indices) else 'none'} of {counted(samples, 'sample')}"
+        raise RequestError(f"--holdout {share:g} holds out {amount}; give another share.")
+    return train_indices, held_indices
