@@ -1,9 +1,9 @@
 """Samples read during training, by torch's DataLoader and its workers.
 
-What a sample draws from torch's, Python's and NumPy's global generators follows from (seed, epoch, sample index) alone,
-and leaves no trace in those of this process. Seeding them takes 15 µs, longer than reading a small sample, and most
-data sets draw nothing: until the first draw, batches are read unseeded; the batch that has drawn is read again. To see
-that nothing was drawn takes 0.1 ms per batch.
+A sample's draws from torch's, Python's and NumPy's global generators are functions of (seed, epoch, sample index), and
+leave this process's generators unchanged. Seeding them takes 15 µs, longer than reading a small sample, and most data
+sets draw nothing. Until the first draw, batches are therefore read unseeded; a batch that draws is read again.
+Detecting a draw takes 0.1 ms per batch.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ from .ranks import COMPARED, Signature, alike, signature
 from .source import Indices
 
 GENERATORS = 3
-"""Each gets keys of its own: torch's and NumPy's are of one kind, and would draw alike from the same seed."""
+"""Number of generators, each with its own key: torch and NumPy have one algorithm, and would draw the same numbers."""
 _WATCH_S = 1.0
 
 
 class Name(str):
-    """Data set name, module:attribute. A worker that was not forked imports the module when unpickling."""
+    """Name of a data set, module:attribute. A spawned worker imports the module when unpickling it."""
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _imported, (str(self),)
+        return _import_name, (str(self),)
 
 
-def _imported(name: str) -> Name:
+def _import_name(name: str) -> Name:
     if ":" in name:
         user_code.load("--data", name)
     return Name(name)
 
 
 class Batches:
-    """Batches of a map-style data set. A task (keys, indices, note) gives (indices, note, batch).
+    """Batches of a map-style data set. The answer to a task (keys, indices, note) is (indices, note, batch).
 
-    Without a note, the answer has the samples' signatures. For a data set that `--data` names, a sample's error is one
-    sentence, instead of a trace through three processes. `check` is given (index, sample) of a batch's first one, and
-    of each where the batch cannot be collated: checking each sample takes as long as reading it.
+    Without a note, the answer has the samples' signatures in place of a batch. For a data set that `--data` names, a
+    sample's error is one sentence, instead of a trace through three processes. `check` is called with (index, sample)
+    for a batch's first sample, and for all samples of a batch that cannot be collated: a check takes as long as reading
+    the sample.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class Batches:
         split: str = "",
         check: Callable[[int, Any], object] | None = None,
     ) -> None:
-        self._name = Name(name)  # before `dataset`, since its class is found in that module
+        self._name = Name(name)  # before `dataset`, whose class unpickling imports from that module
         self.dataset, self._split, self._check = dataset, split, check
         self._collate = collated if collate is default_collate else collate
         self._draws = False
 
     def __getitem__(self, task: tuple[counter.UInt64, Indices, Any]) -> tuple[Indices, Any, Any]:
-        """Return the collated batch, or a `LockstepError`. Torch would put a trace into a raised one."""
+        """Return the collated batch, or a `LockstepError`: torch would add a trace to a raised one."""
         keys, indices, note = task
         try:
             return indices, note, self.signatures(keys, indices) if note is None else self._read(keys, indices)
@@ -88,40 +89,42 @@ class Batches:
             if not self._name:
                 raise
             return indices, note, error
-        except StopIteration as error:  # uncaught, it would end the epoch silently
+        except StopIteration as error:  # it would silently end the epoch
             raise RuntimeError("the data set, or its collate function, raised StopIteration") from error
 
     def signatures(self, keys: counter.UInt64, indices: Indices) -> list[Signature | None]:
-        """Return the samples' signatures. None for a sample that differs between two readings."""
-        pairs = ([signature(self._sample(keys, indices[[at]])) for _ in range(2)] for at in range(len(indices)))
+        """Return the samples' signatures; None for a sample that differs between two readings."""
+        pairs = (
+            [signature(self._sample(keys, indices[[position]])) for _ in range(2)] for position in range(len(indices))
+        )
         return [first if alike(first, second) else None for first, second in pairs]
 
     def _sample(self, keys: counter.UInt64, index: Indices) -> Any:
-        """Return the sample at `index` (1,), as the data set gives it: a user's collate may need more than one."""
+        """Return the uncollated sample at `index` (1,): a user's collate function may need several samples."""
         with kept():
-            at_once = getattr(self.dataset, "__getitems__", None)
+            getitems = getattr(self.dataset, "__getitems__", None)
             seed(keys, int(index[0]))
-            return at_once(index.tolist())[0] if at_once else self._samples(index.tolist())[0]
+            return getitems(index.tolist())[0] if getitems else self._samples(index.tolist())[0]
 
     def _read(self, keys: counter.UInt64, indices: Indices) -> Any:
         dataset = self.dataset
         if type(dataset) is TensorDataset and self._collate is collated:
-            # Sample by sample costs more than a small net's step.
-            at = torch.from_numpy(indices)
-            return [each.index_select(0, at.to(each.device)) for each in dataset.tensors]
-        before = Generators.now(())
+            # Collating single samples takes longer than a small net's step.
+            rows = torch.from_numpy(indices)
+            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
+        states = Generators.now(())
         if not self._draws:
-            at_once, these = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()
-            batch = self._together(indices, at_once(these) if at_once else self._samples(these))
-            if before.is_now():
+            getitems, index_list = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()
+            batch = self._make_batch(indices, getitems(index_list) if getitems else self._samples(index_list))
+            if states.is_now():
                 return batch
             self._draws = True
         try:
             samples = self._samples(_seeded(keys, indices))
             seed(keys, ~int(indices[0]))  # for the collate function; no sample's index is negative
-            return self._together(indices, samples)
+            return self._make_batch(indices, samples)
         finally:
-            before.put_back(())
+            states.put_back(())
 
     def _samples(self, indices: Iterable[int]) -> list[Any]:
         samples, index = [], 0
@@ -131,13 +134,13 @@ class Batches:
         except Exception as error:
             if not self._name or isinstance(error, LockstepError):
                 raise
-            where = f"{self._split} sample {index} of --data {self._name},{place(error)}"
+            origin = f"{self._split} sample {index} of --data {self._name},{place(error)}"
             raise RunError(
-                f"The data set failed at {where}: {one_line(error)}", trace=traceback.format_exc()
+                f"The data set failed at {origin}: {one_line(error)}", trace=traceback.format_exc()
             ) from error
         return samples
 
-    def _together(self, indices: Indices, samples: list[Any]) -> Any:
+    def _make_batch(self, indices: Indices, samples: list[Any]) -> Any:
         check = self._check
         try:
             batch = self._collate(samples)
@@ -154,10 +157,10 @@ class Batches:
 
 
 class Stream(IterableDataset[Any]):
-    """One rank's shares of an iterable data set's epoch. Every rank reads the whole set; shares begin at batch `first`.
+    """One rank's shares of an epoch of an iterable data set. Every rank reads all of it; shares begin at batch `first`.
 
-    Answers are as those of `Batches`; the first one has the first samples' signatures. Where `spare` is the number of
-    ranks and not 0, a rest of fewer samples than ranks joins the previous batch, so that no share is empty.
+    Answers are those of `Batches`; the first one has the first samples' signatures. `spare` is the number of ranks, or
+    0. If not 0, a last batch of fewer samples than ranks is added to the previous one, so that no share is empty.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class Stream(IterableDataset[Any]):
         self._rank, self._keys, self._epoch, self._first = rank, keys, epoch, first
 
     def __iter__(self) -> Iterator[tuple[Indices, Any, Any]]:
-        size, most, held = self._size, self._plan.global_size, list[Any]()
+        size, longest, buffer = self._size, self._plan.global_size, list[Any]()
         with kept():
             if set_epoch := getattr(self.dataset, "set_epoch", None):
                 set_epoch(self._epoch)
@@ -184,9 +187,9 @@ class Stream(IterableDataset[Any]):
         for step in count():
             answers: list[tuple[Indices, Any, Any]] = []
             with kept():
-                found = [*held, *islice(samples, most - len(held))]
-                total = size if len(found) == most else len(found)
-                batch, held = found[:total], found[total:]
+                window = [*buffer, *islice(samples, longest - len(buffer))]
+                total = size if len(window) == longest else len(window)
+                batch, buffer = window[:total], window[total:]
                 if not batch or (self._drop_last and total < size):
                     return
                 if step == self._first:
@@ -198,11 +201,11 @@ class Stream(IterableDataset[Any]):
                     indices = np.arange(start, start + share.size)
                     placed = share._replace(start=start, stop=step * size + share.stop, step=step)
                     answers.append((indices, placed, self._collate(batch[share.start : share.stop])))
-            while answers:  # none of which is kept
+            while answers:  # popped, so that a sent answer is freed
                 yield answers.pop(0)
 
     def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
-        """Yield the samples. The data set's draws follow from their positions, however far the ranks look ahead."""
+        """Yield the samples. The data set's draws are functions of their positions, however far a rank reads ahead."""
         for number in count(1):
             seed(self._keys, number)
             batch = list(islice(samples, self._size))
@@ -212,9 +215,9 @@ class Stream(IterableDataset[Any]):
 
 
 class Feed:
-    """DataLoader over a reader that takes tasks, not indices. `options` are the DataLoader's.
+    """DataLoader over a reader of tasks instead of indices. `options` are the DataLoader's.
 
-    Workers persist between calls of `answers` with `stays`; `begin` is the user's `worker_init_fn`.
+    With `stays`, workers persist between calls of `answers`; `begin` is the user's `worker_init_fn`.
     """
 
     def __init__(self, reader: Any, *, stays: bool, begin: Callable[[int], None] | None = None, **options: Any) -> None:
@@ -230,27 +233,32 @@ class Feed:
         self._running: Any = None
 
     def answers(self, keys: counter.UInt64, tasks: Iterable[Any] = ()) -> Iterator[Any]:
-        """Yield the reader's answer to each task, or its items. `keys` seed the workers' own draws."""
+        """Yield the reader's answer to each task, or its items. `keys` seeds the workers' own draws."""
         if not (self._options["num_workers"] or self._options["pin_memory"]):
             # A DataLoader without workers costs more than a small net's forward pass.
             yield from self._reader if self._tasks is None else map(self._reader.__getitem__, tasks)
             return
         if self._tasks is not None:
-            self._tasks.given = iter(tasks)
-        # A generator of its own: else each epoch would advance torch's, and with it dropout.
+            self._tasks.iterator = iter(tasks)
+        # A separate generator: otherwise each epoch would advance torch's, and change dropout.
         self._generator.manual_seed(int(keys[0]) >> 1)
         if self._loader is None:
-            given = {"batch_size": None, "sampler": self._tasks, "collate_fn": _unchanged, "generator": self._generator}
-            self._loader = DataLoader(self._reader, persistent_workers=self._stays, **given | self._options)
-        before = multiprocessing.active_children()
+            defaults = {
+                "batch_size": None,
+                "sampler": self._tasks,
+                "collate_fn": _identity,
+                "generator": self._generator,
+            }
+            self._loader = DataLoader(self._reader, persistent_workers=self._stays, **defaults | self._options)
+        children = multiprocessing.active_children()
         self._running = answers = iter(self._loader)
-        for worker in set(multiprocessing.active_children()).difference(before):
-            # torch ends one that does not end by itself with SIGTERM, which it ignores; Python's exit would too.
+        for worker in set(multiprocessing.active_children()).difference(children):
+            # torch, and Python at exit, end a stuck worker by SIGTERM, which workers ignore.
             worker.terminate = worker.kill  # type: ignore[method-assign]
         atexit.register(self.close)
         try:
             yield from answers
-        except (RuntimeError, OSError, EOFError) as error:  # what it had sent is lost with it
+        except (RuntimeError, OSError, EOFError) as error:  # the batch that it was sending is lost
             if self._unsent is None or self._unsent.empty():
                 raise
             raise RunError(f"A data worker could not send its batch to the rank: {self._unsent.get()}") from error
@@ -259,52 +267,52 @@ class Feed:
                 self.close()
 
     def close(self) -> None:
-        """End the workers and wait. Workers stuck in a sample are killed after seconds."""
+        """End the workers and wait for them. Workers stuck in a sample are killed after seconds."""
         atexit.unregister(self.close)
         _torch.end_workers(self._running)
         self._running = self._loader = None
 
 
 class _Tasks:
-    given: Iterator[Any] = iter(())
+    iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        return self.given
+        return self.iterator
 
 
-def _unchanged(answer: Any) -> Any:
+def _identity(answer: Any) -> Any:
     return answer
 
 
 def _begin_worker(begin: Callable[[int], None] | None, unsent: Any, worker: int) -> None:
-    """Prepare a data worker. Its rank answers signals; the worker ends with its rank, or with a batch not sent."""
+    """Prepare a data worker: it ignores signals, ends with its rank, and reports a batch that it cannot send."""
     _torch.on_unsent(lambda error: unsent.put(one_line(error)))
-    # Ctrl-C reaches every process of the terminal, and SIGTERM every process of a group where torchrun or a scheduler
-    # sends it; the rank needs its workers to finish the step and save.
+    # Ctrl-C reaches every process of the terminal; torchrun and schedulers send SIGTERM to every process of a group.
+    # The rank needs its workers to finish the step and save.
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
-            # Not ignored: what the data set starts would ignore them too, and could not be ended.
+        if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP is ignored under nohup
+            # A handler, not SIG_IGN: child processes of the data set would inherit that, and could not be ended.
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
-    # What was garbage in the rank is not ours to collect: a process group's end would wait for threads of the rank.
+    # Do not collect the rank's garbage here: destroying a process group would wait for threads of the rank.
     gc.freeze()
-    # torch's workers look for their parent between two tasks; one that is stuck in a sample would outlive it.
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="rank watch").start()
+    # torch's workers check for their parent between two tasks; a worker stuck in a sample would outlive it.
+    threading.Thread(target=_exit_with_rank, args=(os.getppid(),), daemon=True, name="rank watch").start()
     info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, which its code may ask for
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's data set, which user code may read
     if begin is not None:
         begin(worker)
 
 
-def _end_with(rank: int) -> None:
+def _exit_with_rank(rank: int) -> None:
     while os.getppid() == rank:
         time.sleep(_WATCH_S)
     os._exit(1)
 
 
 def collated(samples: list[Any]) -> Any:
-    """Collate as torch's `default_collate`, faster. Torch's takes half as long again for tuples of tensors."""
-    if type(samples[0]) is not tuple or get_worker_info() is not None:  # a worker's are made in shared memory
+    """Collate as torch's `default_collate`, which takes 1.5 times as long for tuples of tensors."""
+    if type(samples[0]) is not tuple or get_worker_info() is not None:  # a worker collates into shared memory
         return default_collate(samples)
     try:
         columns = list(zip(*samples, strict=True))
@@ -314,7 +322,7 @@ def collated(samples: list[Any]) -> Any:
 
 
 def seed(keys: counter.UInt64, number: int) -> None:
-    """Seed torch's CPU, Python's and NumPy's generators by `GENERATORS` keys. `number` is that of a sample, say."""
+    """Seed torch's CPU, Python's and NumPy's generators by `GENERATORS` keys and a `number`, such as a sample index."""
     _seed(*counter.bits(keys, np.array([number]))[:, 0].tolist())
 
 
@@ -326,7 +334,7 @@ def _seeded(keys: counter.UInt64, indices: Indices) -> Iterator[int]:
 
 
 def _seed(for_torch: int, for_python: int, for_numpy: int) -> None:
-    # Not torch.manual_seed, which seeds every GPU's too; those are not given back, and it takes 100 times as long.
+    # Not torch.manual_seed: it also seeds the GPUs' generators, which are not restored, and takes 100 times as long.
     torch.default_generator.manual_seed(for_torch)
     random.seed(for_python)
-    np.random.seed(for_numpy >> 32)  # it takes 32 bits
+    np.random.seed(for_numpy >> 32)  # NumPy's seed has 32 bits
