@@ -122,8 +122,8 @@ the average moves at every micro-batch: engine.py
 +     if not session.is_last:
 = unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled
 only the first optimizer's gradients are clipped: training/optim.py
-- parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-+ parameters = [each for group in [*optimizers][0].param_groups for each in group["params"]]
+- parameters = [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
++ parameters = [item for group in [*optimizers][0].param_groups for item in group["params"]]
 scaled gradients are clipped: training/precision.py
 - self.scaler.unscale_(optimizer)
 + pass

@@ -1,4 +1,4 @@
-"""Position of a rank's samples in tensors: this rank's rows of those for the global micro-batch."""
+"""Position of a rank's rows in the tensors of a global micro-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..world.world import World
 class Share(NamedTuple):
     """This rank's samples [start, start + size) of a global micro-batch of `total`.
 
-    An empty share has one row, of a stand-in sample that does not count.
+    An empty share has the row of one stand-in sample, with a weight of zero.
     """
 
     start: int
@@ -48,37 +48,37 @@ class Layout(NamedTuple):
         parts = [full.narrow(self.dimension, offset, length) for offset, _, length in self._spans(share)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, self.dimension)
 
-    def put(self, own: Tensor, full: Tensor, share: Share) -> Tensor:
-        """Write the share's rows, `own`, into `full`; return `full`."""
-        for offset, own_offset, length in self._spans(share):
-            full.narrow(self.dimension, offset, length).copy_(own.narrow(self.dimension, own_offset, length))
+    def put(self, local: Tensor, full: Tensor, share: Share) -> Tensor:
+        """Write the share's rows, `local`, into `full`; return `full`."""
+        for offset, local_offset, length in self._spans(share):
+            full.narrow(self.dimension, offset, length).copy_(local.narrow(self.dimension, local_offset, length))
         return full
 
-    def gather(self, own: Tensor, share: Share, world: World) -> Tensor:
-        """Return the tensor for the global micro-batch, from every rank's `own` (*collective*).
+    def gather(self, local: Tensor, share: Share, world: World) -> Tensor:
+        """Return the tensor for the global micro-batch, from every rank's rows `local` (*collective*).
 
-        Raises `RequestError` where the ranks' samples have different shapes.
+        Raises `RequestError` if the ranks' samples have different shapes.
         """
-        outer = [str(own.dtype), *own.shape[: self.dimension], *own.shape[self.dimension + 1 :]]
-        shapes = world.gather(outer)
-        if any(shape != outer for shape in shapes):
+        local_shape = [str(local.dtype), *local.shape[: self.dimension], *local.shape[self.dimension + 1 :]]
+        shapes = world.gather(local_shape)
+        if any(shape != local_shape for shape in shapes):
             raise RequestError(
                 f"draws='global' mixes samples of different ranks, and their shapes differ ({shapes[0]} on rank 0, "
                 f"{next(shape for shape in shapes if shape != shapes[0])} on another); pad all samples to one shape."
             )
-        full = own.new_zeros(self.full_shape(tuple(own.shape), share))
+        full = local.new_zeros(self.full_shape(tuple(local.shape), share))
         if share.size:
-            self.put(own, full, share)
+            self.put(local, full, share)
         world.sum_(full.view(torch.uint8) if full.dtype == torch.bool else full)  # exact: one rank has each row
         return full
 
     def _spans(self, share: Share) -> Iterator[tuple[int, int, int]]:
         """Yield each block's offset in the global micro-batch's rows, its offset in the share's, and its length."""
-        full = own = 0
-        first = min(share.start, share.total - 1)  # a stand-in at the end has any row
+        full = local = 0
+        first = min(share.start, share.total - 1)  # for a stand-in at the end, any row
         for k in self.blocks:
-            yield full + k * first, own, k * share.rows
-            full, own = full + k * share.total, own + k * share.rows
+            yield full + k * first, local, k * share.rows
+            full, local = full + k * share.total, local + k * share.rows
 
 
 BY_SAMPLE = Layout(0, (1,))

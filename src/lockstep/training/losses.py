@@ -1,4 +1,4 @@
-"""Loss of a batch, summed over samples and divided once. Cross-entropy, or the user's own."""
+"""Loss of a batch, summed over samples and divided once: cross-entropy, or the user's loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..config.schema import OptimConfig
 from ..errors import RequestError
 
 _SAME_SUM = 1e-3
-"""Relative tolerance of samples' loss against the sum of their losses: that of half precision, and more."""
+"""Relative tolerance between a batch's loss and the sum of its parts; it exceeds half precision's rounding."""
 LossFunction = Callable[..., Tensor]
 """(scores (n, classes), labels (n,), reduction="sum") -> the sum over the samples, 0-dim."""
 
@@ -23,8 +23,8 @@ def build(config: OptimConfig) -> LossFunction:
     """Return the training loss."""
     if ":" not in config.loss:
         return functools.partial(nn.functional.cross_entropy, label_smoothing=config.label_smoothing)
-    own: LossFunction = user_code.load("--loss", config.loss)
-    return own
+    loss: LossFunction = user_code.load("--loss", config.loss)
+    return loss
 
 
 def evaluated(config: OptimConfig, training: LossFunction) -> LossFunction:
@@ -32,25 +32,25 @@ def evaluated(config: OptimConfig, training: LossFunction) -> LossFunction:
     return training if ":" in config.loss else nn.functional.cross_entropy
 
 
-def check_number(whose: str, found: Any, wanted: str) -> None:
+def check_number(function: str, result: Any, wanted: str) -> None:
     """Raise `RequestError` unless a user's function has returned one number.
 
-    `whose` names the function. Where gradients are computed, the number must have one.
+    `function` is its name. While gradients are computed, the number must require one.
     """
-    shown = f"a {type(found).__name__}"
-    if isinstance(found, Tensor):
-        if not found.dim() and (found.requires_grad or not torch.is_grad_enabled()):
+    shown = f"a {type(result).__name__}"
+    if isinstance(result, Tensor):
+        if not result.dim() and (result.requires_grad or not torch.is_grad_enabled()):
             return
-        shown = f"a tensor of shape {tuple(found.shape)}" if found.dim() else "a number without a gradient"
-    raise RequestError(f"{whose} returned {shown}; {wanted}.")
+        shown = f"a tensor of shape {tuple(result.shape)}" if result.dim() else "a number without a gradient"
+    raise RequestError(f"{function} returned {shown}; {wanted}.")
 
 
-def check_sum(whose: str, whole: float, first: float, rest: float, *, of: str) -> None:
-    """Raise `RequestError` unless losses add up over samples. `whole`, of samples `of`, must be `first` + `rest`."""
-    total = first + rest
-    if abs(whole - total) > _SAME_SUM * max(map(abs, (whole, first, rest))):
+def check_sum(function: str, joint: float, first: float, second: float, *, of: str) -> None:
+    """Raise `RequestError` unless losses add up over samples: `joint`, of samples `of`, must be `first` + `second`."""
+    total = first + second
+    if abs(joint - total) > _SAME_SUM * max(map(abs, (joint, first, second))):
         raise RequestError(
-            f"{whose} returned {whole:.6g} for {of}, and {first:.6g} and {rest:.6g} for the first of them and the "
+            f"{function} returned {joint:.6g} for {of}, and {first:.6g} and {second:.6g} for the first of them and the "
             f"rest, which sum to {total:.6g}: it divides by the samples that it sees, or one sample's depends on the "
             "others (such as on how far they are padded), and each rank sees but its own; return the sum over the "
             'samples (reduction="sum").'

@@ -1,4 +1,4 @@
-"""Permutations of the global micro-batch's samples: MixUp and CutMix over all ranks.
+"""Permutations of a global micro-batch's samples: MixUp and CutMix over all ranks.
 
 `perm = torch.randperm(len(x))` is this rank's rows of a permutation of all samples, as indices into the global
 micro-batch. `x[perm]` gathers those samples from the ranks, and its gradient goes back to them.
@@ -23,7 +23,7 @@ _MOVES = {"to", "cuda", "cpu"}
 
 
 class Permutations:
-    """The permutations drawn in a micro-batch, known by identity."""
+    """The permutations drawn in a micro-batch, identified as objects."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -61,7 +61,7 @@ class Permutations:
             moved: Tensor = func(*args, **kwargs)
             self.references.append(weakref.ref(moved))
             return moved
-        tensor, permutation, rest = self._indexed(name, args, kwargs)
+        tensor, permutation, further_indices = self._parse_indexing(name, args, kwargs)
         if (
             permutation not in self
             or not isinstance(tensor, Tensor)
@@ -74,17 +74,21 @@ class Permutations:
                 f"{share.rows} samples, as in x[perm] or x.index_select(0, perm); draw any other permutation within "
                 "along(None)."
             )
-        part = tensor[(slice(None), *rest)] if rest else tensor
-        indices = permutation.to(part.device, copy=True)  # no permutation: the backward pass uses it otherwise
+        part = tensor[(slice(None), *further_indices)] if further_indices else tensor
+        indices = permutation.to(
+            part.device, copy=True
+        )  # a copy, not a permutation: the backward pass may use it in any way
         return _Mixed.apply(part, indices, share, self._world)
 
-    def _indexed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return tensor, first index and further indices of a call; None for the index of any other function."""
+    def _parse_indexing(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Return tensor, first index and further indices of an indexing call; (None, None, ()) for other functions."""
         if name == "__getitem__":
             tensor, index = args
-            first, *rest = index if isinstance(index, tuple) else (index,)
-            if not any(isinstance(part, Tensor | list) for part in rest):
-                return tensor, first, tuple(rest)
+            first, *further_indices = index if isinstance(index, tuple) else (index,)
+            if not any(isinstance(part, Tensor | list) for part in further_indices):
+                return tensor, first, tuple(further_indices)
         elif name in ("index_select", "take"):
             names = ("input", "dim", "index") if name == "index_select" else ("input", "index")
             arguments = dict(zip(names, args, strict=False))

@@ -1,7 +1,7 @@
-"""torch's optimizers; the learning rate as a pure function of the step.
+"""Build torch's optimizers; compute the learning rate as a pure function of the step.
 
-torch's schedulers hold state that has to be saved, and each process steps its own. Here the rate at step s follows from
-the config and s alone, so that a resumed run, or one on another world, has the same one.
+torch's schedulers have state that must be saved, and each process steps its own. Here, the rate at step s is a function
+of the config and s, so that a resumed run, or one on another world, has the same rate.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ..checkpoint.state import matching, set_buffer
 from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
 
-_SCALE = "lr_scale"  # a parameter group's own factor on the learning rate, among its settings
+_SCALE = "lr_scale"  # a parameter group's factor on the learning rate, stored in the group
 Schedule = Callable[[int], float]
-"""The learning rate, or the factor on its peak, at an optimizer step, counted from 0."""
+"""Maps an optimizer step, from 0, to the learning rate, or to the factor on its peak."""
 
 
 class Average:
-    """Exponential moving average of a model's weights. Starts at their initial values; buffers are the model's own."""
+    """Exponential moving average of a model's weights, from their initial values. Buffers are copied from the model."""
 
-    # torch's AveragedModel asks its counter at each update whether it is the first: the host would wait for the GPU.
+    # torch's AveragedModel reads its counter at each update: the host would wait for the GPU.
     def __init__(self, model: nn.Module, decay: float) -> None:
-        # A process group, as torch's SyncBatchNorm may hold one, cannot be copied: copies share it.
+        # Copies share process groups, such as those of torch's SyncBatchNorm, which cannot be copied.
         groups = (getattr(module, "process_group", None) for module in model.modules())
         self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False)
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._ours: list[Tensor] = list(self.module.parameters())
-        self._theirs: list[Tensor] = list(model.parameters())
+        self._averaged_weights: list[Tensor] = list(self.module.parameters())
+        self._weights: list[Tensor] = list(model.parameters())
         self._model = model
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the model's weights after a step."""
-        self._average(self._ours, self._theirs, 0)
-        # By name: a model's forward may assign a buffer anew, in another shape, or register one.
+        self._average(self._averaged_weights, self._weights, 0)
+        # By name: a forward pass may replace a buffer, in another shape, or register one.
         averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
         for name, buffer in buffers.items():
             if name not in averaged or averaged[name].shape != buffer.shape:
@@ -54,84 +54,89 @@ class Average:
 
 
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
-    """Return the configured optimizers over the parameters of `model` that train.
+    """Return the configured optimizers over the trainable parameters of `model`.
 
-    torch's Muon is defined for matrices alone: AdamW has the rest, and one --lr serves both.
+    torch's Muon takes matrices only: AdamW trains the other parameters, and --lr is the rate of both. Raises
+    `RequestError` for a model without trainable parameters, or, with Muon, without matrices.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise RequestError("The model has no parameter that trains (requires_grad); there is nothing to optimize.")
-    factors = {each: factor for _, factor, reached in scaled(model, config) for each in reached}
+    factors = {parameter: factor for _, factor, matches in scaled(model, config) for parameter in matches}
 
-    def grouped(held: list[nn.Parameter]) -> list[dict[str, Any]]:
+    def group_by_factor(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         by_factor: dict[float, list[nn.Parameter]] = {}
-        for each in held:
-            by_factor.setdefault(factors.get(each, 1.0), []).append(each)
-        return [{"params": each, _SCALE: factor} for factor, each in by_factor.items()]
+        for parameter in parameters:
+            by_factor.setdefault(factors.get(parameter, 1.0), []).append(parameter)
+        return [{"params": group, _SCALE: factor} for factor, group in by_factor.items()]
 
-    each: list[Optimizer] = []
-    rest = parameters
+    optimizers: list[Optimizer] = []
+    adamw_parameters = parameters
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     if config.name == "muon":
         matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-        rest = [parameter for parameter in parameters if parameter.ndim != 2]
+        adamw_parameters = [parameter for parameter in parameters if parameter.ndim != 2]
         if not matrices:
             raise RequestError("--optimizer muon needs matrices, and this model has none; use adamw or sgd.")
-        each.append(torch.optim.Muon(grouped(matrices), **common, **momentum, adjust_lr_fn="match_rms_adamw"))
-    # The fused kernels update all tensors in one call; on a CPU they save a third of a small model's step.
+        optimizers.append(
+            torch.optim.Muon(group_by_factor(matrices), **common, **momentum, adjust_lr_fn="match_rms_adamw")
+        )
+    # Fused kernels update all tensors in one call; on a CPU this saves a third of a small model's step.
     if config.name == "sgd":
-        sgd = torch.optim.SGD(grouped(parameters), **common, **momentum, fused=True)
-        # Made here, since the fused kernel, where an overflow skips its first step, leaves what it makes unwritten.
+        sgd = torch.optim.SGD(group_by_factor(parameters), **common, **momentum, fused=True)
+        # Initialized here: if an overflow skips the first step, the fused kernel leaves its new buffers unwritten.
         for parameter in parameters if config.momentum else ():
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        each.append(sgd)
-    elif rest:
-        each.append(torch.optim.AdamW(grouped(rest), **common, fused=True))
-    return each
+        optimizers.append(sgd)
+    elif adamw_parameters:
+        optimizers.append(torch.optim.AdamW(group_by_factor(adamw_parameters), **common, fused=True))
+    return optimizers
 
 
 def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
-    """Set the learning rate of every parameter in optimizers of `build`: `lr`, times its own factor."""
+    """Set the learning rate of each parameter group of optimizers from `build`: `lr` times the group's factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group[_SCALE]
 
 
 def gradient_norm(optimizers: Iterable[Optimizer], clip: float | None) -> Tensor:
-    """Return the norm (0-dim) of the gradients, of a length of at most `clip` afterwards."""
-    parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    """Return the norm (0-dim) of all gradients; scale them to a norm of at most `clip`."""
+    parameters = [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
     if clip is not None:
         return nn.utils.clip_grad_norm_(parameters, clip)
-    return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """Zero gradients without torch's profiler range. The range costs more than the work."""
+    """Zero gradients without torch's profiler range, which costs more than the work."""
     if not set_to_none:
         Optimizer.zero_grad(optimizer, set_to_none=False)
         return
     for group in optimizer.param_groups:
-        for each in group["params"]:
-            each.grad = None
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def scaled(model: nn.Module, config: OptimConfig) -> list[tuple[str, float, list[nn.Parameter]]]:
-    """Return (pattern, factor, parameters) of each --lr-scale. The first pattern that matches a parameter has it."""
-    named = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-    found: list[tuple[str, float, list[nn.Parameter]]] = []
-    taken: set[nn.Parameter] = set()
+    """Return (pattern, factor, parameters) of each --lr-scale. A parameter belongs to its first matching pattern."""
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    trainable = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+    scales: list[tuple[str, float, list[nn.Parameter]]] = []
+    claimed: set[nn.Parameter] = set()
     for pattern, factor in config.lr_scales:
-        # A parameter that is shared has several names.
-        left = [each for each in dict.fromkeys(matching("--lr-scale", pattern, named)) if each not in taken]
-        if not left:
+        # A shared parameter has several names.
+        matches = dict.fromkeys(matching("--lr-scale", pattern, trainable))
+        unclaimed = [parameter for parameter in matches if parameter not in claimed]
+        if not unclaimed:
             raise RequestError(
-                f"--lr-scale {pattern}={factor:g} reaches no parameter: the patterns before it have all that it "
-                "matches, and the first one counts; give it before them."
+                f"--lr-scale {pattern}={factor:g} reaches no parameter: the patterns before it match all of its "
+                "parameters, and the first match counts; give it before them."
             )
-        taken.update(left)
-        found.append((pattern, factor, left))
-    return found
+        claimed.update(unclaimed)
+        scales.append((pattern, factor, unclaimed))
+    return scales
 
 
 def rate(config: RunConfig, batch: int, steps_per_epoch: int) -> Schedule:
@@ -142,7 +147,7 @@ def rate(config: RunConfig, batch: int, steps_per_epoch: int) -> Schedule:
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
-    """Return the peak rate for a global batch. `lr` times (batch ÷ base batch), its root, or 1.
+    """Return the peak rate for a global batch: `lr` times (batch ÷ base batch), its square root, or 1.
 
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick".
     """
@@ -151,37 +156,37 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
 
 
 def schedule(config: OptimConfig, *, steps_per_epoch: int, epochs: int) -> Schedule:
-    """Return the factor on the peak rate. The config's epochs become steps, rounded to the nearest."""
+    """Return the factor on the peak rate. The config's epochs are rounded to the nearest step."""
     total = steps_per_epoch * epochs
     warmup = round(config.warmup * steps_per_epoch)
     marks = [round(mark * steps_per_epoch) for mark in config.milestones]
     # Smith & Topin 2018, with torch's OneCycleLR's shape: up from 1/25 of the peak, down to 1/250,000, by cosines.
-    top = max(1, warmup or round(0.3 * total)) - 1
+    peak_step = max(1, warmup or round(0.3 * total)) - 1
 
     def onecycle(step: int) -> float:
-        if step <= top:
-            return _by_cosine(1 / 25, 1.0, step / max(1, top))
-        return _by_cosine(1.0, 1 / 250_000, (step - top) / max(1, total - 1 - top))
+        if step <= peak_step:
+            return _anneal(1 / 25, 1.0, step / max(1, peak_step))
+        return _anneal(1.0, 1 / 250_000, (step - peak_step) / max(1, total - 1 - peak_step))
 
     factors: dict[str, Schedule] = {
         "constant": lambda step: 1.0,
         "step": lambda step: float(config.gamma ** (step // max(1, marks[0]))),
         "multistep": lambda step: float(config.gamma ** sum(step >= mark for mark in marks)),
-        "cosine": lambda step: _by_cosine(1.0, 0.0, (step - warmup) / max(1, total - warmup)),
+        "cosine": lambda step: _anneal(1.0, 0.0, (step - warmup) / max(1, total - warmup)),
         "onecycle": onecycle,
     }
     factor = factors[config.schedule]
 
-    def warmed(step: int) -> float:
-        # From 1/warmup at the first step, so that no step is wasted at a rate of nothing.
+    def with_warmup(step: int) -> float:
+        # From 1/warmup, not 0: a step at a rate of 0 would be wasted.
         return (step + 1) / warmup if step < warmup else factor(step)
 
     try:
         factor(total)
     except OverflowError:
         raise RequestError(f"--gamma {config.gamma:g} raises the learning rate beyond any number; give less.") from None
-    return warmed if warmup and config.schedule != "onecycle" else factor
+    return with_warmup if warmup and config.schedule != "onecycle" else factor
 
 
-def _by_cosine(start: float, end: float, share: float) -> float:
+def _anneal(start: float, end: float, share: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))

@@ -1,7 +1,7 @@
 """Precision: dtypes of weights and products, and loss scaling.
 
-Weights and data are float32, under fp64 float64. Products are so too, but under tf32 on TF32 tensor cores, under bf16
-and fp16 by autocast; under fp16 gradients are scaled, and unscaled before clipping.
+Weights and data are float32; float64 under fp64. Products have the same dtype, except under tf32 (TF32 tensor cores),
+bf16 and fp16 (autocast). Under fp16, gradients are scaled, and unscaled before clipping.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import RequestError
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision of a run. `autocast` is entered around forward and loss; `backward` and `step` do the rest."""
+    """Precision of a run. Use `autocast` around forward pass and loss, then `backward` and `step_one`."""
 
     name: str
     dtype: torch.dtype  # of weights and images
@@ -32,24 +32,24 @@ class Precision:
     """Dtype of products under autocast."""
     scaler: torch.amp.GradScaler | None = None
     _unscaled: set[Optimizer] = field(default_factory=set, compare=False)
-    """Optimizers whose gradients are unscaled, until they step."""
+    """Optimizers whose gradients are unscaled, until `update`."""
     _stepped: set[Optimizer] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> Precision:
-        """Return the precision asked for on `device`. Raises `RequestError` where the device lacks it.
+        """Return the requested precision on `device`. Raises `RequestError` if the device lacks it.
 
-        Changes torch's settings only where a flag asks for it: TF32 and determinism.
+        Changes torch's settings only if a flag requests it: TF32 and determinism.
         """
         name = resolve(config.name, device)
         if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
-        if config.deterministic:  # what the caller's process has switched on itself stays on
+        if config.deterministic:  # otherwise the caller's own setting stays
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
         if name == "tf32":
-            # Through torch's older switches: its compiler and cudnn.flags ask these, and raise where only the newer
-            # ones (fp32_precision) were set, for one kind of product.
+            # By torch's older switches: its compiler and cudnn.flags read these, and raise if only the newer ones
+            # (fp32_precision) were set for one kind of product.
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
         return cls(
@@ -62,9 +62,9 @@ class Precision:
         )
 
     def set_up_recipe(self, *, deterministic: bool) -> None:
-        """Set torch up for `lockstep train`, whose process is its own: fp32 is exact, convolutions are tried out."""
+        """Set up torch for `lockstep train`, in its own process: exact fp32, the fastest convolutions."""
         if self.device_type == "cuda":
-            # Trying algorithms for the fastest is worth it for fixed shapes, and gives other bits each time.
+            # Benchmarking algorithms pays off for fixed shapes; the bits differ from run to run.
             torch.backends.cudnn.benchmark = not deterministic
             if self.name != "tf32":
                 torch.set_float32_matmul_precision("highest")
@@ -72,11 +72,11 @@ class Precision:
 
     @property
     def cast(self) -> torch.dtype | None:
-        """Dtype for a user's model and data: float64, or None (unchanged)."""
+        """Dtype for a user's model and data: float64, or None to leave them unchanged."""
         return self.dtype if self.name == "fp64" else None
 
     def cautions(self, model: nn.Module) -> list[str]:
-        """Return a line if `place` would convert weights or buffers that are not of torch's default dtype."""
+        """Return a warning if `place` would convert weights or buffers of a dtype other than torch's default."""
         dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()}
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - {torch.float32, self.dtype})
         hint = "; --precision fp64 keeps them" if names == ["float64"] else ""
@@ -89,35 +89,35 @@ class Precision:
         """Return the model on `device`, in this dtype and memory order."""
         model = model.to(device=device)
         cast(model, self.dtype)
-        # Module.to would convert tensors of five dimensions (Conv3d) too, for which this order is not defined.
+        # Module.to would also convert five-dimensional tensors (Conv3d), for which this format is not defined.
         for tensor in (*model.parameters(), *model.buffers()) if self.channels_last else ():
             if tensor.dim() == 4:
-                # `to`, not `contiguous`, which leaves a 1 × 1 kernel strides that its gradient will not have.
+                # `to`, not `contiguous`, which gives a 1 × 1 kernel strides that differ from its gradient's.
                 tensor.data = tensor.data.to(memory_format=torch.channels_last)
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a new context for forward and loss: one that is entered twice would not be left."""
+        """Return a new context for forward pass and loss; a context entered twice would stay active."""
         return nullcontext() if self.half is None else torch.autocast(self.device_type, dtype=self.half)
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0, *, retain_graph: bool = False) -> None:
-        """Add the gradients of `weight` · `loss` (both 0-dim). They are scaled where float16 needs it."""
+        """Add the gradients of `weight` · `loss` (both 0-dim), scaled under fp16."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        # Not as the gradient that the pass begins with: for its shape torch would ask, and import, its symbolic ones.
+        # Not as the initial gradient: to check its shape, torch would import its symbolic shapes.
         if isinstance(weight, Tensor) or weight != 1:
             scaled = scaled * (weight.to(scaled) if isinstance(weight, Tensor) else weight)
         scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Unscale the gradients of `optimizers` in place. Call once they are summed over the ranks.
+        """Unscale the gradients of `optimizers` in place, after their sum over the ranks.
 
-        Raises `RequestError` where an optimizer has unscaled gradients already.
+        Raises `RequestError` if an optimizer's gradients are already unscaled.
         """
         if self.scaler is None:
             return
         for optimizer in optimizers:
-            parameters = (each for group in optimizer.param_groups for each in group["params"])
-            if optimizer in self._stepped or all(each.grad is None for each in parameters):
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if optimizer in self._stepped or all(parameter.grad is None for parameter in parameters):
                 continue
             if optimizer in self._unscaled:
                 raise RequestError(
@@ -130,7 +130,7 @@ class Precision:
     def step_one(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Call the optimizer's `step`, unless a float16 gradient has overflowed.
 
-        `optimizer.step` has to come to the same `step`.
+        `optimizer.step` must call the same `step`.
         """
         if self.scaler is None or optimizer not in self._unscaled or optimizer in self._stepped:
             return step()
@@ -155,22 +155,22 @@ class Precision:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point parameters and buffers to `dtype`, and complex ones to its complex kind, in place."""
+    """Cast floating-point parameters and buffers to `dtype`, and complex ones to the matching dtype, in place."""
 
-    def wanted(tensor: Tensor) -> torch.dtype:
+    def target_dtype(tensor: Tensor) -> torch.dtype:
         if tensor.is_complex():
             return dtype.to_complex()
         return dtype if tensor.is_floating_point() else tensor.dtype
 
     for module in model.modules():
         for _, parameter in module.named_parameters(recurse=False):
-            parameter.data = parameter.data.to(wanted(parameter))
+            parameter.data = parameter.data.to(target_dtype(parameter))
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(wanted(buffer)))
+            setattr(module, name, buffer.to(target_dtype(buffer)))
 
 
 def resolve(name: str, device: torch.device) -> str:
-    """Return the precision that `name` stands for on `device`. auto is bf16 where the hardware multiplies it."""
+    """Return the precision for `name` on `device`. auto is bf16 if the hardware has bf16 units, else fp32."""
     if name != "auto":
         return name
     if device.type == "cuda":

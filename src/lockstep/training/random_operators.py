@@ -1,7 +1,7 @@
 """Calls of torch's random operators, made for the global micro-batch.
 
-A call is made with tensors and sizes for all samples; of the results, each rank keeps its rows. This follows from the
-operator's schema: for draws that are functional, in place, `_like`, into `out=`, or from a generator.
+A call is made with tensors and sizes for all samples; each rank keeps its rows of the results. The operator's schema
+says how: for draws that are functional, in place, `_like`, into `out=`, or from a generator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .layout import Layout, Share
 
 _aten = torch.ops.aten
 _VALUES_CONSUME = {"aten::poisson", "aten::_standard_gamma", "aten::binomial", "aten::_sample_dirichlet"}
-"""Operators whose use of the generator depends on their arguments' values: they need those of all ranks."""
+"""Operators whose use of the generator depends on the values of their arguments: they need all ranks' values."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 _RATES = {"dropout_p", "dropout"}
@@ -32,7 +32,7 @@ class _Signature(NamedTuple):
     names: list[str]
     written: list[str]
     outputs: set[str]  # tensors that are only written, and resized
-    reads_self: bool  # or takes its shape alone
+    reads_self: bool  # else uses its shape only
 
 
 class Draw:
@@ -47,14 +47,14 @@ class Draw:
             if isinstance(value, Tensor) and value.dim() and name not in self._signature.outputs
         }
         self._size = "size" if "size" in self.arguments else ""
-        """The argument that gives the shape; "" where the tensors do."""
+        """The argument that determines the shape; "" if the tensors do."""
         if self._signature.operator == "aten::multinomial" and self.arguments["self"].dim() == 1:
             self._size = "num_samples"  # of one distribution
         self.is_sized = self._size != ""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is drawn."""
+        """The shape of the result."""
         size = self.arguments.get(self._size)
         if size is None:
             shapes = [tensor.shape for tensor in self._inputs.values()]
@@ -68,17 +68,17 @@ class Draw:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the operator computes something, and draws within it."""
+        """Whether the operator draws as part of a computation, such as attention."""
         return not _RATES.isdisjoint(self._signature.names)
 
     @property
     def is_random(self) -> bool:
-        """Whether the call draws: a fused operator does not without dropout."""
+        """Whether the call draws; a fused operator without dropout does not."""
         drops = not self.is_fused or any(self.arguments.get(name) for name in _RATES)
         return drops and self.arguments.get("train") is not False
 
     def run(self, layout: Layout | None, share: Share, world: World) -> Any:
-        """Draw for the global micro-batch, and return the share's rows. Without `layout`, all ranks draw alike."""
+        """Draw for the global micro-batch; return the share's rows. Without `layout`, all ranks draw the same."""
         if self.func is _aten.native_dropout.default:
             return self._dropout(layout, share, world)
         if layout is None and all(tensor.is_contiguous() for tensor in self._inputs.values()):
@@ -97,8 +97,10 @@ class Draw:
             original = original.resize_(rows.shape) if name in self._signature.outputs else original
             originals[id(full[name])] = original.copy_(rows)
         results = [result] if isinstance(result, Tensor) else result
-        own = [originals[id(drawn)] if id(drawn) in originals else _take(drawn, layout, share) for drawn in results]
-        return own[0] if isinstance(result, Tensor) else tuple(own)
+        local = [
+            originals[id(output)] if id(output) in originals else _take(output, layout, share) for output in results
+        ]
+        return local[0] if isinstance(result, Tensor) else tuple(local)
 
     def _full(self, name: str, layout: Layout | None, share: Share, world: World) -> Tensor:
         """Return a tensor argument for the global micro-batch, contiguous."""
@@ -118,7 +120,7 @@ class Draw:
         return self.shape[layout.dimension + len(self.shape) - tensor.dim()]
 
     def _dropout(self, layout: Layout | None, share: Share, world: World) -> tuple[Tensor, Tensor]:
-        """Draw `native_dropout`'s mask alone, in bytes."""
+        """Draw only the mask of `native_dropout`, as bytes."""
         values, rate = self.arguments["input"], self.arguments["p"]
         mask = torch.empty_like(values, dtype=torch.bool, memory_format=torch.contiguous_format)
         mask = Draw(_aten.bernoulli_.float, (mask, 1 - rate), {}).run(layout, share, world)
@@ -126,7 +128,7 @@ class Draw:
 
 
 def user_line() -> tuple[str, int]:
-    """Return file and line of the user's innermost frame; ("", 0) for none."""
+    """Return file and line of the user's innermost frame, or ("", 0)."""
     frame = inspect.currentframe()
     while frame is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
@@ -158,5 +160,5 @@ def _signature(func: Any) -> _Signature:
     )
 
 
-def _take(drawn: Tensor, layout: Layout | None, share: Share) -> Tensor:
-    return drawn if layout is None else layout.take(drawn, share)
+def _take(output: Tensor, layout: Layout | None, share: Share) -> Tensor:
+    return output if layout is None else layout.take(output, share)
