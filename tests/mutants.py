@@ -451,7 +451,7 @@ the doctor looks at no sum: doctor/together.py
 + 0
 = ranks/test_replicas.py::test_a_copy_on_another_device_is_compared_too
 copies on other devices are not compared: checks/replicas.py
-- differ = any(differing(tensors, copy) for copy in copies)
+- differ = any(find_differing(tensors, copy) for copy in copies)
 + differ = False
 = unit/test_diff.py::test_bits_that_are_no_other_value_are_seen
 zeros of other signs are the same bits: checks/difference.py

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checks import finite
-from lockstep.checks.digest import differing, digest
+from lockstep.checks.digest import digest, find_differing
 from lockstep.checks.replicas import ReplicaCheck, facts
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
@@ -38,9 +38,9 @@ def test_a_gpu_digests_to_the_number_that_a_cpu_does_and_finds_those_that_are_no
     assert int(digest([*own.values()])) == int(digest([*there.values()]))
     assert all(int(digest([each])) == int(digest([there[name]])) for name, each in own.items())
     there["image"] = there["image"].contiguous()  # what a digest alone does not allow for
-    assert differing(own, there) == []
+    assert find_differing(own, there) == []
     there["model/513"].view(torch.uint8)[-1] ^= 1
-    assert differing(own, there) == ["model/513"]
+    assert find_differing(own, there) == ["model/513"]
     if dtype.is_floating_point:
         numbers = {"a": torch.randn(70_001, device="cuda").to(dtype), "b": torch.arange(9, device="cuda")}
         assert not finite.suspect(numbers.values())

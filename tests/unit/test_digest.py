@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checks import finite
-from lockstep.checks.digest import differing, digest
+from lockstep.checks.digest import digest, find_differing
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.engine import train
@@ -46,14 +46,14 @@ def test_one_bit_is_seen_and_its_tensor_named(size: int, dtype: torch.dtype) -> 
     copy = {name: each.clone() for name, each in reversed(own.items())}
     whole = int(digest([*own.values()]))
     assert whole == int(digest([each.clone() for each in own.values()]))
-    assert differing(own, copy) == []
+    assert find_differing(own, copy) == []
     bits = own["this"].nbytes * 8
     for bit in {0, 1, 7, bits // 3, bits // 2, bits - 1}:
         if dtype == torch.bool:
             bit -= bit % 8  # a truth value has one bit that means something
         copy["this"] = _flipped(own["this"], bit)
         assert int(digest([own["other"], copy["this"]])) != whole
-        assert differing(own, copy) == ["this"]
+        assert find_differing(own, copy) == ["this"]
 
 
 def _changes() -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
@@ -93,8 +93,8 @@ def test_memory_order_and_place_say_nothing() -> None:
         assert int(digest([view])) == int(digest([view.clone()]))
     own = {"conv": image, "row": torch.randn(6, 4).t()}
     copy = {name: each.contiguous() for name, each in own.items()}
-    assert differing(own, copy) == []
-    assert differing(own, {"conv": _flipped(copy["conv"], 99), "row": copy["row"]}) == ["conv"]
+    assert find_differing(own, copy) == []
+    assert find_differing(own, {"conv": _flipped(copy["conv"], 99), "row": copy["row"]}) == ["conv"]
 
 
 # ---- numbers that are not finite

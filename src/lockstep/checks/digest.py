@@ -58,7 +58,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     return _fold(part for body in bodies for part in _parts(body))
 
 
-def differing(original: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
+def find_differing(original: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> list[str]:
     """Return the names in `copy` whose bits differ from `original`. On any device, in any memory order.
 
     The host compares the digests, since copies between devices may themselves be faulty.

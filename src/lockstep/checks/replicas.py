@@ -18,7 +18,7 @@ from ..record.checks import BIT_FOR_BIT, Check
 from ..world.world import World
 from . import finite
 from .difference import distance
-from .digest import compare, differing, digest
+from .digest import compare, digest, find_differing
 
 SHARE = 0.004
 """Largest share of training time that the checks take by default."""
@@ -80,7 +80,7 @@ class ReplicaCheck:
         begin_s = self._clock()
         tensors = dict(sorted(self._tensors().items()))  # a loaded optimizer's state may be in another order
         copies = self._copies()
-        differ = any(differing(tensors, copy) for copy in copies)
+        differ = any(find_differing(tensors, copy) for copy in copies)
         self._first_at = self._first_at or step
         local_facts = facts(tensors, device, differ, self._wait(step, step_s))
         by_rank: list[list[int]] = self._world.stack(local_facts).tolist()
@@ -174,7 +174,7 @@ class ReplicaCheck:
             differences.setdefault(subject, []).append((name, gap))
         local: dict[str, list[tuple[str, float]]] = {}
         for copy in copies:
-            for name in differing(tensors, copy):
+            for name in find_differing(tensors, copy):
                 subject = f"rank {self._world.rank}'s copy on {copy[name].device} differs from its own weights"
                 local.setdefault(subject, []).append((name, distance(tensors[name].cpu(), copy[name].cpu())))
         for copy_differences in self._world.gather(local):

@@ -35,7 +35,7 @@ from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
 from ..world.random_state import Generators, kept
 from . import counter
-from .ranks import COMPARED, Signature, alike, signature
+from .ranks import COMPARED, Signature, is_alike, signature
 from .source import Indices
 
 GENERATORS = 3
@@ -77,7 +77,7 @@ class Batches:
     ) -> None:
         self._name = Name(name)  # before `dataset`, whose class unpickling imports from that module
         self.dataset, self._split, self._check = dataset, split, check
-        self._collate = collated if collate is default_collate else collate
+        self._collate = collate_samples if collate is default_collate else collate
         self._draws = False
 
     def __getitem__(self, task: tuple[counter.UInt64, Indices, Any]) -> tuple[Indices, Any, Any]:
@@ -97,7 +97,7 @@ class Batches:
         pairs = (
             [signature(self._sample(keys, indices[[position]])) for _ in range(2)] for position in range(len(indices))
         )
-        return [first if alike(first, second) else None for first, second in pairs]
+        return [first if is_alike(first, second) else None for first, second in pairs]
 
     def _sample(self, keys: counter.UInt64, index: Indices) -> Any:
         """Return the uncollated sample at `index` (1,): a user's collate function may need several samples."""
@@ -108,7 +108,7 @@ class Batches:
 
     def _read(self, keys: counter.UInt64, indices: Indices) -> Any:
         dataset = self.dataset
-        if type(dataset) is TensorDataset and self._collate is collated:
+        if type(dataset) is TensorDataset and self._collate is collate_samples:
             # Collating single samples takes longer than a small net's step.
             rows = torch.from_numpy(indices)
             return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
@@ -310,7 +310,7 @@ def _exit_with_rank(rank: int) -> None:
     os._exit(1)
 
 
-def collated(samples: list[Any]) -> Any:
+def collate_samples(samples: list[Any]) -> Any:
     """Collate as torch's `default_collate`, which takes 1.5 times as long for tuples of tensors."""
     if type(samples[0]) is not tuple or get_worker_info() is not None:  # a worker collates into shared memory
         return default_collate(samples)

@@ -133,7 +133,7 @@ def compare(world: World, subject: str, signatures: Sequence[Signature | None]) 
     if any(None in samples for samples in (reference, *other_ranks)):
         return warning
     for rank, samples in enumerate(other_ranks, start=1):
-        same = [alike(*pair) for pair in zip(reference, samples, strict=False)]
+        same = [is_alike(*pair) for pair in zip(reference, samples, strict=False)]
         if (same or len(reference) != len(samples)) and not any(same):
             raise RequestError(
                 f"{subject} is not the same on every rank: rank {rank} reads other samples than rank 0. Give every "
@@ -150,9 +150,9 @@ def is_changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
     if saved["labels"] and current["labels"] and saved["labels"] != current["labels"]:
         return True
     pairs = zip(saved["samples"], current["samples"], strict=False)
-    return not all(alike(one, other) for one, other in pairs if one is not None and other is not None)
+    return not all(is_alike(one, other) for one, other in pairs if one is not None and other is not None)
 
 
-def alike(one: Signature, other: Signature) -> bool:
+def is_alike(one: Signature, other: Signature) -> bool:
     """Return whether two signatures agree within decoders' rounding."""
     return len(one) == len(other) and np.allclose(one, other, rtol=_TOLERANCE, atol=0)
