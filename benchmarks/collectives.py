@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep import RunConfig, World, launch
 from lockstep.config.options import override, recipe
-from lockstep.steps.job import assemble
+from lockstep.jobs.job import assemble
 
 from .harness import Report, Series, interleave
 from .loops import configured, repeated, stepper

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import RunConfig, World, launch
-from lockstep.steps.job import Job, assemble
+from lockstep.jobs.job import Job, assemble
 
 from .harness import Report, Series, interleave, verdict
 from .loops import configured, first_samples, repeated, stepper

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lockstep import World
-from lockstep.steps.job import Job, assemble
+from lockstep.jobs.job import Job, assemble
 
 from .harness import Report, Series, interleave, verdict
 from .images import cifar10

@@ -30,8 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import RequestError, World
+from lockstep.jobs.job import Job, assemble
 from lockstep.models import table as models
-from lockstep.steps.job import Job, assemble
 
 from .harness import RESULTS, Neighbours, Report, Series, interleave, table, write
 from .loops import configured, fed, repeated, stepper

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import RunConfig, World, override, train
+from lockstep.jobs.job import Job
 from lockstep.record.base import Recorder
 from lockstep.record.jsonl import JsonLines
-from lockstep.steps.job import Job
 from lockstep.training.optim import zero_grad
 
 

@@ -14,7 +14,7 @@ import torch
 
 from lockstep import RunConfig, World, launch
 from lockstep.data import sets
-from lockstep.steps.job import assemble
+from lockstep.jobs.job import assemble
 
 from .harness import Report, verdict
 from .images import cifar10

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import RunConfig, World, override
-from lockstep.runs.run import Opened
+from lockstep.jobs.job import assemble
+from lockstep.runs.opened import Opened
 from lockstep.sessions.session import Session
-from lockstep.steps.job import assemble
 
 from .harness import Report, interleave, verdict
 from .loops import Marks, configured, engine_step_s

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep import World, hardware
-from lockstep.steps.job import assemble
+from lockstep.jobs.job import assemble
 from lockstep.training.precision import resolve
 
 from .harness import Apart, Report, interleave, verdict

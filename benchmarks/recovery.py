@@ -19,10 +19,10 @@ import torch
 
 from lockstep import RunConfig, World, launch
 from lockstep.checkpoint import write as saving
+from lockstep.jobs.job import assemble
 from lockstep.launchers import rank
 from lockstep.monitor.watchdog import Watchdog
-from lockstep.steps.job import assemble
-from lockstep.steps.saving import Saver
+from lockstep.runs.saving import Saver
 
 from .faults import LIMIT_S, running
 from .harness import Report, Series, interleave, verdict, verdict_within

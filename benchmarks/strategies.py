@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from lockstep import RunConfig, World, launch
-from lockstep.steps.job import assemble
+from lockstep.jobs.job import assemble
 
 from .harness import Report, Series, interleave
 from .loops import configured, repeated, stepper

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lockstep import RunConfig, World, launch, override, train
 from lockstep.checks.digest import digest
+from lockstep.jobs.job import assemble
 from lockstep.record.base import Recorder
-from lockstep.steps.job import assemble
 
 from .harness import Report, Series, interleave, verdict
 from .loops import configured

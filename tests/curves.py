@@ -16,8 +16,8 @@ from lockstep import checkpoint
 from lockstep.config.options import override
 from lockstep.config.registry import KINDS
 from lockstep.config.schema import RunConfig
-from lockstep.engine import train
 from lockstep.record.base import Recorder
+from lockstep.trainer import train
 from lockstep.world.world import World
 
 from .command import losses

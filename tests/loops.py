@@ -18,7 +18,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.record.base import Nothing
 from lockstep.record.console import Notices
-from lockstep.runs.run import Opened, opened
+from lockstep.runs.opened import Opened, opened
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import nullcontext
 
-from lockstep.engine import train_share
+from lockstep.jobs.classifier import Classifier
+from lockstep.jobs.job import Job
 from lockstep.record.base import Nothing
-from lockstep.runs.run import Opened
-from lockstep.sessions.scoring import Classifier
+from lockstep.runs.opened import Opened
 from lockstep.sessions.session import Session
-from lockstep.steps.job import Job
+from lockstep.trainer import train_share
 
 
 def steps(job: Job) -> Generator[None, None, None]:

@@ -40,7 +40,7 @@ CODE = os.pathsep.join([str(ROOT), SOURCE])
 """The code beside the tests, whichever is installed."""
 
 _PRELOADED = (
-    "lockstep.engine",
+    "lockstep.trainer",
     "lockstep.cli.train",
     "lockstep.launchers.rank",
     "lockstep.launchers.supervisor",

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config.options import override, recipe
     from .config.schema import RunConfig
-    from .engine import run, train
     from .errors import LockstepError, ProofError, RequestError, RunError, Stopped
     from .record.result import RunResult, Scores
     from .sessions.opening import session
     from .sessions.script import launch
     from .sessions.session import Session
+    from .trainer import run, train
     from .world.topology import Topology
     from .world.world import World
 
@@ -41,7 +41,7 @@ _HOMES = {
     **dict.fromkeys(("LockstepError", "ProofError", "RequestError", "RunError", "Stopped"), "errors"),
     **dict.fromkeys(("RunResult", "Scores"), "record.result"),
     **dict.fromkeys(("override", "recipe"), "config.options"),
-    **dict.fromkeys(("run", "train"), "engine"),
+    **dict.fromkeys(("run", "train"), "trainer"),
     "RunConfig": "config.schema",
     "Session": "sessions.session",
     "Topology": "world.topology",

@@ -15,7 +15,7 @@ from lockstep.checks.replicas import ReplicaCheck, facts
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError
-from lockstep.steps.job import Job, assemble
+from lockstep.jobs.job import Job, assemble
 from lockstep.world.world import World
 
 from ..reading import NoReading

@@ -18,9 +18,9 @@ from lockstep.config.registry import KINDS
 from lockstep.config.schema import OptimConfig, PrecisionConfig, RunConfig
 from lockstep.data import sets
 from lockstep.data.source import Fetched
-from lockstep.engine import train
-from lockstep.steps.job import assemble
-from lockstep.steps.meter import Meter
+from lockstep.jobs.job import assemble
+from lockstep.runs.meter import Meter
+from lockstep.trainer import train
 from lockstep.training import optim
 from lockstep.training.precision import Precision
 from lockstep.world.world import World

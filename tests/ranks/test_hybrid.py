@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.steps.job import assemble
+from lockstep.jobs.job import assemble
 from lockstep.world.shared_memory import SharedMemory
 from lockstep.world.world import World
 

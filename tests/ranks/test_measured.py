@@ -18,13 +18,13 @@ from lockstep.compare import forecast, records, timeline
 from lockstep.compare.measured import COMPARED, FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
-from lockstep.engine import run
 from lockstep.errors import RunError
 from lockstep.record.console import Notices
-from lockstep.runs.run import opened
+from lockstep.runs.opened import opened
 from lockstep.sessions.hooks import Hooks
 from lockstep.sessions.script import Script
 from lockstep.sessions.session import Session
+from lockstep.trainer import run
 from lockstep.world.world import World
 
 from .. import own_data

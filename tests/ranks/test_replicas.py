@@ -18,8 +18,8 @@ from lockstep.checks.replicas import SHARE, ReplicaCheck
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError, RunError
+from lockstep.jobs.job import assemble
 from lockstep.record.checks import Check
-from lockstep.steps.job import assemble
 from lockstep.world.world import World
 
 from ..pool import RankPool

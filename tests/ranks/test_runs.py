@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from lockstep import checkpoint, engine
+from lockstep import checkpoint
+from lockstep import trainer as engine
 from lockstep.checkpoint import resume
 from lockstep.cli.main import main
 from lockstep.config.options import leaves, override
 from lockstep.config.schema import RunConfig
-from lockstep.engine import run, train
 from lockstep.errors import RequestError
 from lockstep.record.base import Nothing
+from lockstep.trainer import run, train
 from lockstep.world.world import World
 
 from ..command import events

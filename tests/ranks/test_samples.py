@@ -20,9 +20,9 @@ from lockstep.config.options import override, recipe
 from lockstep.data.order import Order
 from lockstep.data.resident import Data
 from lockstep.data.source import Indices
-from lockstep.engine import train
 from lockstep.errors import ProofError, RequestError
 from lockstep.record.base import Recorder
+from lockstep.trainer import train
 from lockstep.world.world import World
 
 from .. import loops

@@ -25,10 +25,10 @@ from lockstep.data import digits
 from lockstep.data.resident import Data
 from lockstep.data.sets import build
 from lockstep.data.source import Indices, Part, Splits, hold_out
-from lockstep.engine import run, train
 from lockstep.errors import ProofError, RequestError
+from lockstep.jobs.classifier import evaluate_checkpoint
 from lockstep.record.base import Nothing
-from lockstep.sessions.scoring import evaluate_checkpoint
+from lockstep.trainer import run, train
 from lockstep.world.world import World
 
 from ..command import events

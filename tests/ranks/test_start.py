@@ -12,8 +12,8 @@ from lockstep import checkpoint
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
+from lockstep.jobs.job import assemble
 from lockstep.models import table
-from lockstep.steps.job import assemble
 from lockstep.verify.gradients import Report, examine
 from lockstep.world.world import World
 

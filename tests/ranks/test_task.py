@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep import task
+from lockstep import trainer
 from lockstep.checkpoint import load
 from lockstep.checkpoint.state import State
 from lockstep.config.options import override
@@ -79,7 +79,7 @@ def options(folder: Path, **values: Any) -> RunConfig:
 
 
 def train(world: World, folder: Path, values: dict[str, Any]) -> dict[str, float]:
-    return task.train(options(folder, **values), world)
+    return trainer.run_own_step(options(folder, **values), world)
 
 
 def known(folder: Path) -> tuple[list[float], State]:

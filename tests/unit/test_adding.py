@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import engine
+from lockstep import trainer as engine
 from lockstep.config.options import override, recipe
 from lockstep.config.registry import KINDS, LAUNCHERS, Kind, Launcher
 from lockstep.data.sets import DATA_SETS, Entry

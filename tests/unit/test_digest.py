@@ -16,9 +16,9 @@ from lockstep.checks import finite
 from lockstep.checks.digest import digest, find_differing
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
-from lockstep.engine import train
 from lockstep.errors import RunError
 from lockstep.record.base import Nothing
+from lockstep.trainer import train
 from lockstep.world.world import World
 
 from ..reading import NoReading

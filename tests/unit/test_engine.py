@@ -15,11 +15,11 @@ from lockstep.checkpoint.state import State
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.data.order import Order
-from lockstep.engine import train
 from lockstep.errors import Stopped
+from lockstep.jobs.job import assemble
 from lockstep.record.base import Nothing
-from lockstep.steps.job import assemble
-from lockstep.steps.meter import Meter
+from lockstep.runs.meter import Meter
+from lockstep.trainer import train
 from lockstep.world.world import World
 
 from ..curves import Losses

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.data.source import Fetched, Indices
-from lockstep.engine import train
+from lockstep.jobs.classifier import evaluate_checkpoint
+from lockstep.jobs.evaluation import evaluate
 from lockstep.record.base import Nothing
 from lockstep.record.result import Scores
-from lockstep.sessions.scoring import evaluate_checkpoint
-from lockstep.steps.evaluation import evaluate
+from lockstep.trainer import train
 from lockstep.world.world import World
 
 from ..pool import RankPool

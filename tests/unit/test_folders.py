@@ -17,7 +17,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.runs import folders
-from lockstep.runs import run as runs
+from lockstep.runs import opened as runs
 
 from ..command import refusal
 from ..starting import config

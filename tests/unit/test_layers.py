@@ -39,7 +39,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 def test_the_map_names_every_room() -> None:
     assert all(
-        re.search(rf"`{room}[.`]", MAP.partition("## The rooms")[2]) for room in LEVEL if not room.startswith("_")
+        re.search(rf"`{room}[.`]", MAP.partition("## The layers")[2]) for room in LEVEL if not room.startswith("_")
     )
 
 
@@ -51,11 +51,11 @@ def test_imports_point_down() -> None:
         assert [name for name in others if LEVEL[name] >= LEVEL[room]] == [], file
 
 
-def test_the_launchers_alone_read_the_environment_and_the_engine_names_no_strategy() -> None:
+def test_the_launchers_alone_read_the_environment_and_the_trainer_names_no_strategy() -> None:
     assert {_room(file) for file, text in FILES.items() if "os.environ" in text or "getenv" in text} <= {"launchers"}
     # "single" is a word of the language too: only as a name it is the strategy's.
     named = re.compile(r"\b(ddp|dp|DistributedDataParallel|DataParallel)\b|[\"']single[\"']", re.IGNORECASE)
-    for name in ("engine.py", "steps/job.py", "steps/loop.py", "steps/meter.py", "steps/evaluation.py"):
+    for name in ("trainer.py", "jobs/job.py", "runs/loop.py", "runs/meter.py", "jobs/evaluation.py"):
         assert named.findall(FILES[Path(name)]) == [], name
 
 

@@ -20,10 +20,10 @@ from lockstep.cli.main import main
 from lockstep.config.options import override
 from lockstep.config.schema import ModelConfig, RunConfig
 from lockstep.errors import RequestError
+from lockstep.jobs import initial
 from lockstep.models import table
 from lockstep.models.modes import evaluating
 from lockstep.nn import sync_batchnorm
-from lockstep.steps import initial
 from lockstep.training import optim
 from lockstep.training.precision import Precision
 from lockstep.world.world import World

@@ -32,7 +32,7 @@ def test_the_sentence_names_who_is_waited_for() -> None:
     def told(nodes: str, *beats: tuple[int, int, str, str, float]) -> str:
         return explain({rank: Beat(*beat, silent_s=0.3) for rank, beat in enumerate(beats)}, list(nodes), 20.0)
 
-    waits = (40, 512, "backward", "engine.py:50", 41.0)
+    waits = (40, 512, "backward", "trainer.py:50", 41.0)
     said = told("aabb", waits, waits, waits, (38, 512, "data", "folder.py:88", 41.2))
     assert said.startswith(
         "Rank 3 (node b) stopped 41 s ago in data loading at folder.py:88 (step 512); ranks 0–2 wait"

@@ -125,6 +125,6 @@ def _unwritten(path: Path, scores: dict[str, Any]) -> RequestError | None:
 
 
 def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:
-    from ..sessions.scoring import evaluate_checkpoint
+    from ..jobs.classifier import evaluate_checkpoint
 
     return evaluate_checkpoint(config, world, **asked)

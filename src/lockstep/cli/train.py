@@ -40,10 +40,6 @@ def main(given: list[str]) -> int:
 
 def entry(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult | dict[str, float]:
     """Train as one rank (*collective*). `hooks` follow the session."""
-    if config.optim.step:
-        from .. import task
+    from .. import trainer
 
-        return task.train(config, world, hooks)
-    from ..engine import run
-
-    return run(config, world, hooks)
+    return (trainer.run_own_step if config.optim.step else trainer.run)(config, world, hooks)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..exchange.base import Exchange
+    from ..runs.loop import Loop
     from ..sessions.session import Session
-    from ..steps.loop import Loop
     from ..world.world import World
 
 FILE = "measured.json"  # in the run's folder

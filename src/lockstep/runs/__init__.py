@@ -1,1 +1,1 @@
-"""One run: its exclusive folder, and its course from start to summary."""
+"""One run: its folder, its position, records and checkpoints."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checks.digest import digest
 from ..data.share import SharedLoader, state_of
 from ..nn import sync_batchnorm
-from ..steps.prepared import Prepared
+from ..runs.prepared import Prepared
 
 _ITEMS = 1000  # of a list or dict, at most, that are looked at
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))

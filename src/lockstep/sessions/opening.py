@@ -13,7 +13,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, unknown
 from ..record.base import Nothing
 from ..record.console import Notices
-from ..runs.run import Opened, opened
+from ..runs.opened import Opened, opened
 from . import script
 from .session import Session
 

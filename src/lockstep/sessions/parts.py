@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from .. import _torch
 from ..errors import RequestError
 from ..nn.attach import attach
-from ..steps.prepared import Source
+from ..runs.prepared import Source
 from ..training.optim import zero_grad
 from ..training.precision import Precision, cast
 from ..world.world import World

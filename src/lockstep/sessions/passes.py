@@ -19,8 +19,8 @@ from ..exchange import base
 from ..exchange.base import Header
 from ..models.modes import evaluating
 from ..nn.sync_batchnorm import SyncBatchNorm
-from ..steps.loop import Loop
-from ..steps.prepared import Source
+from ..runs.loop import Loop
+from ..runs.prepared import Source
 from .randomness import Draws
 from .shares import Handed, Shares, samples_in
 from .stepper import Stepper

@@ -37,9 +37,9 @@ from ..exchange.method import exchange_of
 from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
 from ..record.telemetry import SAMPLED
-from ..runs.run import Opened
-from ..steps.loop import Loop
-from ..steps.prepared import Prepared, Source
+from ..runs.loop import Loop
+from ..runs.opened import Opened
+from ..runs.prepared import Prepared, Source
 from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World

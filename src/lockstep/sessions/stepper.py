@@ -17,7 +17,7 @@ from ..errors import RequestError
 from ..exchange import base
 from ..exchange.base import Exchange, Header
 from ..exchange.batch import GlobalBatch
-from ..steps.loop import Loop
+from ..runs.loop import Loop
 from .shares import Handed
 
 

@@ -28,7 +28,7 @@ from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange.base import BACKWARD, Header, Part, Pass
-from ..steps.job import Job, assemble
+from ..jobs.job import Job, assemble
 from ..training.draws import GlobalDraws
 from ..world.random_state import seed_all
 from ..world.world import World

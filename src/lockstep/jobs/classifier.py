@@ -15,22 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import user_code
+from .. import hardware, user_code
 from ..checkpoint import resume
 from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro
-from ..errors import RequestError
+from ..errors import RequestError, counted
 from ..files import check_own, shown, write_whole
 from ..models.modes import evaluating
+from ..nn.sync_batchnorm import is_folded
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
-from ..steps import report
-from ..steps.evaluation import evaluate
-from ..steps.job import Job, assemble
-from ..training import losses
+from ..sessions.session import Session
+from ..training import losses, precision
 from ..world.world import World
-from .session import Session
+from . import initial
+from .evaluation import evaluate
+from .job import Job, assemble
 
 if TYPE_CHECKING:
     from ..data.source import Source as Data
@@ -40,7 +41,7 @@ _WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the
 
 
 class Classifier:
-    """Classification task of a job (see `engine.Task`). Its loss takes scores and labels; top-1 and top-5 are exact."""
+    """Classification task of a job (see `trainer.Task`). Top-1 and top-5 are exact."""
 
     def __init__(self, job: Job, session: Session) -> None:
         self.batches: Iterable[Any] = session.prepare(job)
@@ -52,7 +53,7 @@ class Classifier:
     def begin(self) -> None:
         """Begin the run, check the user's loss (*collective*)."""
         job = self._job
-        self._loop.begin(job.config.epochs, report.of_job(job), self._come_to)
+        self._loop.begin(job.config.epochs, _facts_of(job), self._come_to)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
 
@@ -151,6 +152,40 @@ class Classifier:
             output=shown(job.config.record.output),
         )
         return self.result.as_json()
+
+
+def _facts_of(job: Job) -> dict[str, Any]:
+    """Return a job's facts for the `start` event."""
+    data, taken, device = job.data, job.taken, job.world.device
+    held, best = counted(len(data.judged), "sample"), data.best_on
+    if data.validation is None:
+        lines = [f"best is chosen on the {best} ({held}): there is no validation set, and --holdout makes one"]
+    else:
+        sizes = f"training {job.samples:,}, test {len(data.test):,}, evaluated at the end"
+        lines = [f"best is chosen on the {best} ({held}; {sizes})"]
+    if job.precision.name == "fp32" and precision.resolve("auto", device) == "bf16":
+        what = "this GPU has bfloat16 units"
+        if device.type == "cpu":
+            what = f"this processor has bfloat16 units ({hardware.bf16_units()})"
+        lines.append(
+            f"{what}, which fp32 leaves idle: --precision bf16 may be faster, and is another model in its last digits"
+        )
+    lines += data.cautions
+    sources = [source for source in (data.train, data.validation, data.test) if source is not None]
+    if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):
+        lines.append(f"left out, since they cannot be decoded: {counted(len(files), 'image')}, {', '.join(files[:3])}")
+    return {
+        "lines": [*lines, *(taken.lines() if taken else ()), *initial.reached(job.model, job.config)],
+        "chosen": {
+            "strategy": job.method.name,
+            "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
+            "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
+        },
+        "best_on": best,
+        "shape": list(data.train.shape),
+        "classes": job.config.model.classes or data.train.classes,
+        **({} if taken is None else {"init": dataclasses.asdict(taken)}),
+    }
 
 
 def scored(job: Job, source: Data, **how: Any) -> Scores | None:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from .. import hardware
 from ..config.schema import SPANNING_SCHEDULES
 from ..data.share import SharedLoader
 from ..errors import counted
 from ..files import shown
-from ..nn.sync_batchnorm import is_folded
-from ..training import precision
-from . import initial
 from .meter import COVERS
 
 if TYPE_CHECKING:
-    from .job import Job
     from .loop import Loop
 
 
@@ -108,37 +103,3 @@ def _continued(loop: Loop) -> list[str]:
             line += ": batch statistics are those of a micro-batch, so that this is another model than before"
         lines.append(line)
     return lines
-
-
-def of_job(job: Job) -> dict[str, Any]:
-    """Return a job's facts for the `start` event."""
-    data, taken, device = job.data, job.taken, job.world.device
-    held, best = counted(len(data.judged), "sample"), data.best_on
-    if data.validation is None:
-        lines = [f"best is chosen on the {best} ({held}): there is no validation set, and --holdout makes one"]
-    else:
-        sizes = f"training {job.samples:,}, test {len(data.test):,}, evaluated at the end"
-        lines = [f"best is chosen on the {best} ({held}; {sizes})"]
-    if job.precision.name == "fp32" and precision.resolve("auto", device) == "bf16":
-        what = "this GPU has bfloat16 units"
-        if device.type == "cpu":
-            what = f"this processor has bfloat16 units ({hardware.bf16_units()})"
-        lines.append(
-            f"{what}, which fp32 leaves idle: --precision bf16 may be faster, and is another model in its last digits"
-        )
-    lines += data.cautions
-    sources = [source for source in (data.train, data.validation, data.test) if source is not None]
-    if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):
-        lines.append(f"left out, since they cannot be decoded: {counted(len(files), 'image')}, {', '.join(files[:3])}")
-    return {
-        "lines": [*lines, *(taken.lines() if taken else ()), *initial.reached(job.model, job.config)],
-        "chosen": {
-            "strategy": job.method.name,
-            "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
-            "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
-        },
-        "best_on": best,
-        "shape": list(data.train.shape),
-        "classes": job.config.model.classes or data.train.classes,
-        **({} if taken is None else {"init": dataclasses.asdict(taken)}),
-    }

@@ -10,9 +10,9 @@ from pathlib import Path
 from ..checkpoint import Checkpoints, peek
 from ..checkpoint.state import State
 from ..files import DEFECTS, shown
-from ..runs.folders import unwritable
-from ..runs.run import Opened
 from ..world.world import World
+from .folders import unwritable
+from .opened import Opened
 
 
 class Saver:

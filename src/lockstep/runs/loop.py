@@ -22,14 +22,14 @@ from ..exchange.base import RECORD, Header
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
 from ..record.result import Scores
-from ..runs.folders import unwritable
-from ..runs.run import Opened
 from ..world.random_state import load_generators, save_generators, seed_all
+from .checks import RunChecks
+from .folders import unwritable
 from .meter import Meter
+from .opened import Opened
 from .position import Position
 from .prepared import Prepared
 from .report import started
-from .run_checks import RunChecks
 from .saving import Saver
 
 

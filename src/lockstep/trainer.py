@@ -1,9 +1,8 @@
 """Training loop of `lockstep train`. Read this file first.
 
-The loop is over a `Session`, as a user's own: a `Task` defines the loss of a batch, as a sum over its samples, and
-the scores of the weights: `Classifier`, of a `Job` that `assemble` makes of a config, or a user's own training step
-(`task`). The session shares the global batch out, sums the gradients, counts, records, saves and checks. Every rank
-calls *collective* functions.
+It is a loop over a `Session`, as in a user's script. A `Task` computes the loss of a batch and scores the weights:
+`jobs.classifier.Classifier`, or `jobs.own_step.OwnStep` for a step function of the user. The session divides the global
+batch among the ranks, sums the gradients, counts, records, saves and checks. Every rank calls *collective* functions.
 """
 
 from __future__ import annotations
@@ -17,14 +16,18 @@ from torch.optim import Optimizer
 
 from .checkpoint import resume
 from .checkpoint.state import State
+from .config import registry
 from .config.schema import RunConfig
+from .errors import RequestError
+from .jobs.classifier import Classifier
+from .jobs.job import assemble
+from .jobs.own_step import OwnStep
 from .record.base import Recorder
+from .record.console import Terminal
 from .record.result import RunResult
-from .runs.run import Opened, opened
+from .runs.opened import Opened, opened
 from .sessions.hooks import NO_HOOKS, Hooks
-from .sessions.scoring import Classifier
 from .sessions.session import Session
-from .steps.job import assemble
 from .training.optim import Average, gradient_norm, set_lr
 from .world.world import World
 
@@ -51,7 +54,7 @@ class Task(Protocol):
 
 
 def run(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult:
-    """Claim the run's folder, train, and record a summary (*collective*). `hooks` follow the session."""
+    """Claim the run's folder, train, record a summary (*collective*). `hooks` follow the session."""
     with opened(config, world) as ours:
         return train(ours.config, world, ours.recorder, state=ours.state, hooks=hooks)
 
@@ -78,6 +81,20 @@ def train(
         return task.result
     finally:
         job.data.close()
+
+
+def run_own_step(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
+    """Train by the step function in `config`; return the last scores (*collective*). Raises as `train` does."""
+    if config.parallel.drives_all:
+        raise RequestError(
+            f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
+            f"runs on one; take {registry.per_device()}, or leave it out."
+        )
+    run = opened(config, world, console=Terminal.detect())
+    with Session(config, world, run, hooks=hooks) as session:
+        task = OwnStep(config, session)
+        learn(task, session, config)
+    return task.scores
 
 
 def learn(task: Task, session: Session, config: RunConfig) -> None:

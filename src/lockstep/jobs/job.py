@@ -31,6 +31,7 @@ from ..models import table as models_table
 from ..models import trial
 from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
+from ..runs.prepared import Prepared, Source
 from ..training import losses, optim
 from ..training.losses import LossFunction
 from ..training.optim import Average
@@ -39,7 +40,6 @@ from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
 from .initial import Taken, freeze
 from .initial import load as load_weights
-from .prepared import Prepared, Source
 
 if TYPE_CHECKING:
     from ..data.source import Fetched, Splits

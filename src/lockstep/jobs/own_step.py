@@ -1,7 +1,7 @@
 """`lockstep train --step`: any task, by the user's own training step.
 
-The loop is `engine`'s. The step takes the model and a batch, made by the data set and the collate function, and returns
-the sum of the loss over the batch. The session computes the mean over the global batch, and its gradient.
+The loop is that of `trainer`. The step takes the model and a batch, made by the data set and the collate function, and
+returns the sum of the loss over the batch. The session computes the mean over the global batch, and its gradient.
 """
 
 from __future__ import annotations
@@ -14,24 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from . import user_code
-from .config import registry
-from .config.schema import RunConfig
-from .data import users
-from .data.share import moved
-from .data.source import hold_out
-from .engine import learn
-from .errors import RequestError
-from .models import table as models_table
-from .models.modes import evaluating
-from .record.console import Terminal
-from .runs.run import opened
-from .sessions.hooks import NO_HOOKS, Hooks
-from .sessions.session import Session
-from .steps import initial
-from .training import losses, optim
-from .world.random_state import kept, seed_all
-from .world.world import World
+from .. import user_code
+from ..config.schema import RunConfig
+from ..data import users
+from ..data.share import moved
+from ..data.source import hold_out
+from ..errors import RequestError
+from ..models import table as models_table
+from ..models.modes import evaluating
+from ..sessions.session import Session
+from ..training import losses, optim
+from ..world.random_state import kept, seed_all
+from . import initial
 
 Step = Callable[[nn.Module, Any], Any]
 """step(model, batch) -> the sum of the loss over the batch (0-dim), or (that, the number of things it is a sum over)"""
@@ -42,22 +36,8 @@ _WANTED = (
 )
 
 
-def train(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
-    """Train by the step in `config`; return the last scores (*collective*). `hooks` follow the session."""
-    if config.parallel.drives_all:
-        raise RequestError(
-            f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
-            f"runs on one; take {registry.per_device()}, or leave it out."
-        )
-    run = opened(config, world, console=Terminal.detect())
-    with Session(config, world, run, hooks=hooks) as session:
-        task = Steps(config, session)
-        learn(task, session, config)
-    return task.scores
-
-
-class Steps:
-    """Task of a user's own training step (see `engine.Task`)."""
+class OwnStep:
+    """Task of a user's own training step (see `trainer.Task`)."""
 
     average: optim.Average | None = None
 

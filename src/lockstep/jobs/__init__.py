@@ -1,0 +1,1 @@
+"""Jobs of `lockstep train`: a config made into model, data, optimizers, loss and scores."""

@@ -1,1 +1,0 @@
-"""Training steps: assembly, loop, evaluation, saving."""
