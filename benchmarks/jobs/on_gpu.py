@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import RunConfig, World, override
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        return F.linear(self.layers(self.embedding(tokens), mask, is_causal=True), self.embedding.weight)
+        return functional.linear(self.layers(self.embedding(tokens), mask, is_causal=True), self.embedding.weight)
 
 
 def gpt() -> tuple[Transformer, int, int]:
@@ -120,7 +120,7 @@ def transformer_steps(world: World) -> None:
         ) -> None:
             for _ in range(accumulate):
                 with torch.autocast(DEVICE.type, torch.bfloat16):
-                    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                    loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
                 (loss / accumulate).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -143,7 +143,7 @@ def transformer_steps(world: World) -> None:
             ) -> None:
                 for _ in range(accumulate):
                     (tokens,) = next(batches)
-                    session.backward(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+                    session.backward(functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
                     optimizer.step()
                     optimizer.zero_grad()
 
@@ -173,7 +173,7 @@ def residual_steps(world: World) -> None:
 
         def step(model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = images, y: Tensor = labels) -> None:
             with torch.autocast(DEVICE.type, torch.bfloat16):
-                loss = F.cross_entropy(model(x), y)
+                loss = functional.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
