@@ -36,7 +36,7 @@ def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Pat
         assert not rendezvous.exists()
 
 
-@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("way", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_the_loss_of_the_rank_with_the_store_is_one_sentence_on_the_others(way: str, tmp_path: Path) -> None:
     url, output = f"tcp://127.0.0.1:{free_port()}", str(tmp_path)
     lost, *others = (

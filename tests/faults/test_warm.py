@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ..command import COLD, command, weights
 
 RUN = "train digits --accelerator cpu --strategy ddp --devices 2 --batch 50 --max-steps"
 
 
+@pytest.mark.long
 def test_warm_ranks_come_to_the_same_bits_and_fail_in_the_same_words(tmp_path: Path) -> None:
     found = []
     for name, through in (("warm", ()), ("cold", COLD)):

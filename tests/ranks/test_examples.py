@@ -121,12 +121,18 @@ def test_one_rank_learns_what_the_plain_script_learns(pool: RankPool, tmp_path: 
     assert gap(plain, ours) < LAW
 
 
+def _lasting(name: str) -> Any:
+    """Return a case with accumulation; half of them are left to CI."""
+    marks = [pytest.mark.long] if name in ("finetune", "schedule", "stream") else []
+    return pytest.param(name, 3, marks=marks)
+
+
 def slowly(*case: object) -> Any:
     """Return a case that is run slice by slice."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [*((name, 3) for name in NAMES), *(slowly(name, 1) for name in NAMES)])
+@pytest.mark.parametrize(("name", "accumulate"), [*map(_lasting, NAMES), *(slowly(name, 1) for name in NAMES)])
 def test_an_example_learns_the_same_on_any_number_of_ranks(
     pool: RankPool, tmp_path: Path, name: str, accumulate: int
 ) -> None:

@@ -223,6 +223,7 @@ def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_e
         records.record(tmp_path)
 
 
+@pytest.mark.long
 def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Path) -> None:
     trial = Trial(told={"step_s": [0.5]}, seconds=1.0)
     able = [series(name, [], folder=tmp_path / name, trial=trial) for name in "abc"]

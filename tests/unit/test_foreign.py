@@ -232,6 +232,7 @@ def test_a_users_own_link_to_a_run_is_followed(tmp_path: Path) -> None:
 # ---- whatever can be drawn
 
 
+@pytest.mark.long
 @often
 @given(st.data())
 def test_any_damage_is_a_sentence(data: st.DataObject) -> None:
