@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
-from .catalogue import REFUSED, RIGHT, SKIPPED, Numbers, loop
+from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, limited, regression, trio
 
 
@@ -33,7 +33,7 @@ def passes(session: Any, how: str) -> Numbers:
 
 
 @loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED)
-@loop("epochs", accumulated=SKIPPED)
+@loop("epochs", accumulated=SKIPPED, resumed=TOLD)
 def next_batch(session: Any, how: str) -> Numbers:
     """Take batches by `next`, and begin again at the end."""
     model, optimizer, loader = trio(session)
@@ -210,7 +210,7 @@ def background(batches: Iterable[Any]) -> Iterator[Any]:
     thread.join()
 
 
-@loop(outcome=RIGHT | REFUSED)
+@loop(outcome=REFUSED)
 def background_thread(session: Any, how: str) -> Numbers:
     """Read in a thread, as generators with prefetching do."""
     model, optimizer, loader = trio(session)

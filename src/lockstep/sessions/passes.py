@@ -44,6 +44,9 @@ class Passes:
         self._kept: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
         self._evaluations = 0
         self._thread = threading.get_ident()
+        self._refusal: RequestError | None = None  # raised in another thread, which may have swallowed it
+        self._has_warned = False
+        self._open_pass: int | None = None  # the last pass over the first source whose iterator exists
 
     @property
     def samples(self) -> int:
@@ -73,11 +76,7 @@ class Passes:
 
     def over(self, source: Source) -> Generator[Any, None, None]:
         """Yield this rank's shares of an epoch. Steps are counted by the batches of the first source."""
-        if threading.get_ident() != self._thread:
-            raise RequestError(
-                "A prepared loader was read in another thread than the one that trains, which counts steps by it: read "
-                "it in the loop; num_workers= reads ahead."
-            )
+        self._check_thread()
         loop, progress, stepper = self._loop, self._world.progress, self._stepper
         counts = source is self._prepared.source and not loop.is_finished
         stepper.settle()
@@ -87,6 +86,8 @@ class Passes:
         first = loop.begin_pass(place) if counts and loop.has_begun else 0 if place else loop.resumed_at
         if first is None:  # a resumed run has trained on this pass
             return
+        if counts:
+            self._open_pass = number
         may_drop = isinstance(source, SharedLoader) and source.loader.collate_fn is not default_collate
         epoch = loop.position.epochs
         micros = source.micros(epoch, first=first, again=place)
@@ -95,6 +96,7 @@ class Passes:
         steps, index = loop.position.step + stepper.has_stepped, first * source.plan.accumulation
         try:
             while True:
+                self._check_thread()
                 stepper.settle()
                 if counts and loop.is_done and not loop.is_finished:  # --max-steps
                     break
@@ -132,6 +134,8 @@ class Passes:
                 stepper.leave()
             raise
         finally:
+            if self._open_pass == number:
+                self._open_pass = None
             micros.close()  # with workers that read ahead
             if not loop.has_begun:  # a look at the data, whose values are of no step
                 loop.meter.pending.values.clear()
@@ -142,12 +146,44 @@ class Passes:
 
     def end_epoch(self) -> None:
         """End an epoch (*collective*)."""
+        self.raise_refusal()
+        self._warn_of_open_pass()
         self._draws.end()
         self._stepper.leave()
         self.shares.leave()
         self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
         self._loop.end_epoch()
         self.begin_epoch()
+
+    def _check_thread(self) -> None:
+        """Refuse to hand out batches in another thread."""
+        if threading.get_ident() != self._thread:
+            self._refusal = RequestError(
+                "A prepared loader was read in another thread than the one that trains, which counts steps by it: read "
+                "it in the loop; num_workers= reads ahead."
+            )
+            raise self._refusal
+
+    def raise_refusal(self) -> None:
+        """Raise in this thread what was raised in another one."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _warn_of_open_pass(self) -> None:
+        loop, current = self._loop, self.shares.current
+        is_open = current is not None and current.pass_number == self._open_pass
+        if (
+            is_open
+            and not self._has_warned
+            and loop.folder is not None
+            and loop.position.epochs + 1 < (loop.epochs or 0)
+        ):
+            self._has_warned = True
+            loop.warn(
+                "an epoch is over, and the iterator over its loader is not: if the iterator outlives its epoch, a "
+                "resumed run differs, since it begins the epoch at the first batch. Make an iterator in each epoch, as "
+                "`for batch in loader` does"
+            )
 
     def see(self, values: Any) -> None:
         """Note what a model's forward is called with: a batch that the loop comes to."""

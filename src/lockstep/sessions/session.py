@@ -496,6 +496,7 @@ class Session:
         self._draws.end()
         try:
             if error is None:
+                self._passes.raise_refusal()
                 self.prepared.exchange.meet(Header(base.CLOSE, self.step))
                 self._stepper.settle()
                 self.loop.finish()
