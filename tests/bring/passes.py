@@ -166,9 +166,17 @@ def ahead(batches: Iterable[Any], distance: int) -> Iterator[Any]:
 
 
 @loop("one", "two", quick=True)
-@loop("one-doubled", "two-doubled", "one-flattened", "two-flattened", outcome=RIGHT | REFUSED, alone=RIGHT | REFUSED)
+@loop(
+    "one-doubled",
+    "two-doubled",
+    "one-flattened",
+    "two-flattened",
+    outcome=RIGHT | REFUSED,
+    alone=RIGHT,
+    accumulated=RIGHT | REFUSED,
+)
 @loop("one-named", "two-named")
-@loop("one-normalised", outcome=RIGHT | REFUSED)
+@loop("one-normalised", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
 def read_ahead(session: Any, how: str) -> Numbers:
     """Prefetch one batch or two, and transform them before the model."""
     distance, _, change = how.partition("-")
@@ -181,7 +189,7 @@ def read_ahead(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(outcome=RIGHT | REFUSED)
+@loop(outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
 def doubled_while_read(session: Any, how: str) -> Numbers:
     """Prefetch batches that a generator has already transformed."""
     model, optimizer, loader = trio(session)

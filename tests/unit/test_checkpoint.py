@@ -69,6 +69,16 @@ def test_tensors_of_every_kind_and_meta_come_back_with_the_same_bits(tmp_path: P
         assert torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (found, tensor))), name
 
 
+@pytest.mark.parametrize("name_length", range(1, 9))
+def test_complex128_is_aligned_to_its_size(tmp_path: Path, name_length: int) -> None:
+    saver = Checkpoints(tmp_path / "checkpoints", warn=pytest.fail)
+    tensors = {f"model/{'w' * name_length}": torch.randn(3, dtype=torch.complex128), "model/mask": torch.ones(1).bool()}
+    saver.save(State(tensors, {}), step=1, best=False)
+    saver.wait()
+    for tensor in load(tmp_path).tensors.values():
+        assert not tensor.is_complex() or tensor.data_ptr() % 16 == 0  # else torch's copy from it crashes
+
+
 def test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

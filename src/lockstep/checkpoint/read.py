@@ -135,7 +135,10 @@ def _load_verified(path: Path) -> State:
                 with safe_open(folder / name, "pt") as file:
                     complex_names = (file.metadata() or {}).get(COMPLEX, "").split("\n")
                 for key, tensor in stored.items():
-                    tensors[f"{group}/{key}"] = torch.view_as_complex(tensor) if key in complex_names else tensor
+                    # A copy: the file aligns to 8 bytes, and code for complex128 may crash unless it is aligned to 16.
+                    tensors[f"{group}/{key}"] = (
+                        torch.view_as_complex(tensor.clone()) if key in complex_names else tensor
+                    )
         # Compared byte by byte, so that no byte of the checksums' file can change unnoticed.
         if render(sums) != listed:
             raise _DamageError(f"{SUMS} is damaged")
