@@ -275,7 +275,8 @@ def sparse_embedding(session: Any, how: str) -> Numbers:
 
 
 @loop("reentrant", "non-reentrant", quick=True)
-@loop("reentrant-twice", "reentrant-ahead")
+@loop("reentrant-twice")
+@loop("reentrant-ahead", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
 def recompute(session: Any, how: str) -> Numbers:
     """Compute activations again in the backward pass."""
     model, optimizer, loader = trio(session)
