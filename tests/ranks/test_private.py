@@ -129,9 +129,12 @@ def test_hooks_are_taken_off_parameters_and_put_back() -> None:
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     calls: list[str] = []
     own = {each: each.register_post_accumulate_grad_hook(lambda _: calls.append("own")) for each in (first, second)}
+    hooks = _torch.UserHooks()
+    with hooks.removed([first, second], own) as taken:
+        assert taken == []
     hook = first.register_hook(lambda gradient: gradient * 2)
     first.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
-    with _torch.without_hooks([first, second], own) as taken:
+    with hooks.removed([first, second], own) as taken:
         (first * second).sum().backward()
     assert calls == ["own", "own"]
     assert first.grad is not None

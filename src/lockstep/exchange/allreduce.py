@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import _torch
 from ..errors import RequestError
 from ..world.world import World
 from .base import Exchange, Header, Part, Pass, check_details, check_match, on_device
@@ -114,7 +113,7 @@ class AllReduce(Exchange):
                 self._queue, self._left = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = one
         try:
-            with _torch.without_hooks(self.parameters, self._hooks) as part.hooks:
+            with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
                 one.run()
         finally:
             self._pass = None

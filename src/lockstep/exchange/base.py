@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch import Hooks, without_hooks
+from .._torch import Hooks, UserHooks
 from ..checkpoint.state import few
 from ..errors import RunError
 from ..world.world import World
@@ -94,6 +94,7 @@ class Exchange:
         self.world = world
         self.parameters: list[nn.Parameter] = []
         self.models: list[nn.Module] = []
+        self._user_hooks = UserHooks()
 
     def attach(self, model: nn.Module) -> None:
         """Add a model's parameters (*collective*)."""
@@ -111,7 +112,7 @@ class Exchange:
         adds_in_place = one.zeroed is False
         if adds_in_place:
             _show(part.gradients)
-        with without_hooks(self.parameters, {}) as part.hooks:
+        with self._user_hooks.removed(self.parameters, {}) as part.hooks:
             one.run()
         if not adds_in_place:
             if isinstance(one.zeroed, Tensor):
