@@ -136,6 +136,7 @@ class Passes:
         finally:
             if self._open_pass == number:
                 self._open_pass = None
+            self.shares.end_pass(number)
             micros.close()  # with workers that read ahead
             if not loop.has_begun:  # a look at the data, whose values are of no step
                 loop.meter.pending.values.clear()
@@ -151,6 +152,7 @@ class Passes:
         self._draws.end()
         self._stepper.leave()
         self.shares.leave()
+        self.shares.forget()
         self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
         self._loop.end_epoch()
         self.begin_epoch()

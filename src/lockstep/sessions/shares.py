@@ -3,8 +3,9 @@
 A batch's weight is that of its share, wherever the loop has come to meanwhile: a loop may read ahead, go over a list of
 batches, or skip one. A share is known again by the memory of its batch's tensors when the model's forward is called
 with them; the output's node in the autograd graph is marked with it, and the loss leads to the mark. Where the loop
-changes its tensors before it calls the model, the share is the one whose tensors are still alive and that has had no
-backward pass yet. Where several may be meant, and it matters which, the loop is refused.
+changes its tensors before it calls the model, the share is one without a backward pass so far: the newest, where the
+loop has trained each batch before it read the next, else the oldest. Where several may be meant, and it matters which,
+the loop is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class Handed:
     """Whether a loss of it has had its backward pass."""
     alive: int = 0
     """Its batch's tensors that still exist."""
-    keys: list[int] = field(default_factory=list)
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
     indices: Any = None
     """The samples' indices (size,)."""
@@ -60,15 +60,30 @@ class Handed:
         return self.pass_number, self.share.step
 
 
+@dataclass(eq=False)
+class _Memory:
+    """The memory of a batch's tensor: addresses from `start` to before `end`."""
+
+    start: int
+    end: int
+    handed: Handed | None
+    """None where several batches have the same tensor, which then says nothing."""
+
+
 class Shares:
-    """The shares that a session's loaders have handed out and whose batches still exist."""
+    """The shares handed out by a session's loaders that have had no backward pass, or whose batch exists."""
 
     def __init__(self) -> None:
         self.current: Handed | None = None
         """The share that the loop is at, as far as known; None outside of a loader's loop."""
         self._is_sure = True  # whether `current` was known by its tensors, or used since the last one was handed out
         self._alive: dict[int, Handed] = {}  # by id; a few, but for a loop that keeps its batches
-        self._by_memory: dict[int, Handed] = {}
+        self._open: dict[int, Handed] = {}  # those without a backward pass, by id, in the order of their handing out
+        self._newest: Handed | None = None
+        self._last_used: Handed | None = None
+        self._is_one_by_one = False  # whether this pass has trained each batch before it read the next, so far
+        self._has_read_ahead = False
+        self._memory: dict[int, list[_Memory]] = {}  # by the address of the storage
         self._rows: set[int] = set()  # of what a forward pass was called with that is no batch's
 
     def hand_out(self, handed: Handed, batch: Any) -> bool:
@@ -79,37 +94,84 @@ class Shares:
         is_current = handed.counts or self.current is None or not self.current.counts
         if is_current:
             self.current, self._is_sure, self._rows = handed, False, set()
+        if handed.counts:
+            self._open[id(handed)] = handed
+            if self._newest is None or self._newest.pass_number != handed.pass_number:
+                self._is_one_by_one = self._has_read_ahead = False
+            self._newest = handed
         for tensor in tensors_of(batch):
-            memory = tensor.untyped_storage().data_ptr()
-            if memory and memory not in handed.keys:
-                known = self._by_memory.get(memory)
-                if known is not None and known.pass_number == handed.pass_number and known.alive > 1:
-                    continue  # a tensor that all batches share says nothing
-                self._by_memory[memory] = handed
-                handed.keys.append(memory)
-                handed.alive += 1
-                handed.references.append(weakref.ref(tensor, partial(self._lose, handed, memory)))
+            self._note(handed, tensor)
         if handed.alive:
             self._alive[id(handed)] = handed
         return is_current
 
-    def _lose(self, handed: Handed, memory: int, _: object) -> None:
+    def _note(self, handed: Handed, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage().data_ptr()
+        if not storage or not tensor.numel():
+            return
+        known, start = self._memory.setdefault(storage, []), tensor.data_ptr()
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        memory = _Memory(start, start + extent * tensor.element_size(), handed)
+        for other in known:
+            if (other.start, other.end) == (memory.start, memory.end):  # the tensor of an earlier batch, or again
+                if other.handed is not None and other.handed is not handed:
+                    self._release(other.handed)
+                    other.handed = None
+                return
+        known.append(memory)
+        handed.alive += 1
+        handed.references.append(weakref.ref(tensor, partial(self._lose, storage, memory)))
+
+    def _lose(self, storage: int, memory: _Memory, _: object) -> None:
+        known = self._memory.get(storage, [])
+        if memory in known:
+            known.remove(memory)
+            if not known:
+                del self._memory[storage]
+        if memory.handed is not None:
+            self._release(memory.handed)
+
+    def _release(self, handed: Handed) -> None:
         handed.alive -= 1
-        if self._by_memory.get(memory) is handed:
-            del self._by_memory[memory]
         if not handed.alive:
             self._alive.pop(id(handed), None)
+
+    def _owner(self, tensor: Tensor) -> Handed | None:
+        """Return the share whose batch has the tensor's memory; None where that is none, or several."""
+        known = self._memory.get(tensor.untyped_storage().data_ptr())
+        if known is None:
+            return None
+        start = tensor.data_ptr()
+        around = [memory for memory in known if memory.start <= start < memory.end] or known
+        owners = {memory.handed for memory in around}
+        return owners.pop() if len(owners) == 1 else None
 
     def leave(self) -> None:
         """Note that a loader has no further batch; the loop may still go over those that it keeps."""
         self.current, self._is_sure = None, False
 
+    def end_pass(self, pass_number: int) -> None:
+        """Drop the shares of a pass that was only looked at."""
+        if self._last_used is None or self._last_used.pass_number != pass_number:
+            self.forget(pass_number)
+
+    def forget(self, pass_number: int | None = None) -> None:
+        """Drop the shares without a backward pass whose batch is gone, of one pass or of all."""
+        for key, handed in [*self._open.items()]:
+            if not handed.alive and pass_number in (None, handed.pass_number):
+                del self._open[key]
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the current share is the only one that may be meant."""
+        return len(self._alive) < 2 and len(self._open) < 2
+
     def see(self, values: Any) -> None:
         """Note what a model's forward is called with."""
-        if len(self._alive) < 2 and self.current is not None:  # nothing to choose from
+        if self._is_alone and self.current is not None:  # nothing to choose from
             return
         for tensor in tensors_of(values):
-            handed = self._by_memory.get(tensor.untyped_storage().data_ptr())
+            handed = self._owner(tensor)
             if handed is not None:
                 self.current, self._is_sure, self._rows = handed, True, set()
                 return
@@ -118,7 +180,7 @@ class Shares:
 
     def mark(self, output: Any) -> None:
         """Mark a forward pass's output as one of the current share."""
-        if self.current is None or not (self._is_sure or len(self._alive) < 2):
+        if self.current is None or not (self._is_sure or self._is_alone):
             return
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
@@ -128,7 +190,7 @@ class Shares:
     def find(self, batch: Any) -> Handed:
         """Return the share of `batch`, or of a part of it. Raises `RequestError` for what is no batch."""
         for tensor in tensors_of(batch):
-            if (handed := self._by_memory.get(tensor.untyped_storage().data_ptr())) is not None:
+            if (handed := self._owner(tensor)) is not None:
                 return handed
         raise RequestError(
             "session.backward(loss, batch=…) was given what no prepared loader has yielded: give it the batch, or one "
@@ -150,8 +212,19 @@ class Shares:
             self._choose()
         self._is_sure = True
         if self.current is not None:
-            self.current.is_used = True
+            self._use(self.current)
         return self.current
+
+    def _use(self, handed: Handed) -> None:
+        if handed.is_used:
+            return
+        handed.is_used, self._last_used = True, handed
+        self._open.pop(id(handed), None)
+        is_newest = handed is self._newest
+        self._has_read_ahead |= handed.counts and not is_newest
+        self._is_one_by_one = is_newest and not self._has_read_ahead
+        if is_newest:  # the loop has skipped those before, whose batches are gone
+            self.forget(handed.pass_number)
 
     def beside(self, handed: Handed) -> bool:
         """Return whether a batch of another loader, with another part of its global batch, is under way as well."""
@@ -176,17 +249,17 @@ class Shares:
         )
 
     def _choose(self) -> None:
-        current = self.current
-        open_ = [handed for handed in self._alive.values() if not handed.is_used and handed.counts]
-        if current is None:
-            if not open_:
-                used = list(self._alive.values())
-                # Shares of one size weigh what they always do: it does not matter which of them is meant.
-                if any(handed.share.size * _ranks(handed) != handed.share.rows for handed in used):
-                    raise _ambiguous("a batch that it has trained on before")
-                return
-        elif len(open_) < 2 or current not in open_:
-            self.current = open_[0] if len(open_) == 1 and current.is_used else current
+        current, open_ = self.current, [*self._open.values()]
+        if current is None and not open_:
+            used = list(self._alive.values())
+            # Shares of one size weigh what they always do: it does not matter which of them is meant.
+            if any(handed.share.size * _ranks(handed) != handed.share.rows for handed in used):
+                raise _ambiguous("a batch that it has trained on before")
+            return
+        if not open_ or (self._is_one_by_one and current is not None):
+            return
+        if current is not None and len(open_) == 1:
+            self.current = open_[0] if current.is_used else current
             return
         if len(set(map(_weighs, open_))) > 1:
             raise _ambiguous(f"one of {len(open_)} batches that it has read and not trained on")
