@@ -1,4 +1,4 @@
-"""A convolutional net with BatchNorm on 8 × 8 digits, evaluated on all test images after each epoch."""
+"""Train a convolutional net with BatchNorm on 8 × 8 digits; evaluate it after each epoch."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A pretrained net whose first layers are frozen, with a new head, on 8 × 8 digits made larger."""
+"""Fine-tune a pretrained net on enlarged 8 × 8 digits: frozen layers, new head."""
 
 import argparse
 
@@ -24,7 +24,7 @@ def main() -> None:
     x = F.interpolate(torch.tensor(images[: args.samples]).permute(0, 3, 1, 2) / 16, size=32).expand(-1, 3, -1, -1)
     loader = DataLoader(TensorDataset(x, torch.tensor(labels[: args.samples]).long()), batch_size=40, shuffle=True)
 
-    pretrained = shufflenet_v2_x0_5(weights=None).state_dict()  # in place of a file, which would be a download
+    pretrained = shufflenet_v2_x0_5(weights=None).state_dict()  # stands for a downloaded file
     model = shufflenet_v2_x0_5(weights=None)
     model.load_state_dict(pretrained)
     model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""A GAN: one net places points on a ring of eight clusters, another one tells them from the real points."""
+"""Train a GAN: a generator draws points on a ring of eight clusters, a discriminator detects them."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ LATENT = 8
 
 
 class Ring(Dataset[tuple[Tensor, Tensor]]):
-    """Points around eight places of a circle, each with the noise that a fake point is made from."""
+    """Points near eight places on a circle, each with the noise for one generated point."""
 
     def __init__(self, count: int) -> None:
         angles = torch.randint(8, (count,)) * math.pi / 4

@@ -1,4 +1,4 @@
-"""A GPT of two layers that learns sentences letter by letter; they differ in length, and the loss counts letters."""
+"""Train a two-layer GPT on sentences of different lengths; the loss is the mean over letters."""
 
 import argparse
 
@@ -33,7 +33,7 @@ NONE = -100
 
 
 def encode(sentences: list[str]) -> tuple[Tensor, Tensor]:
-    """Return the letters and, for each, the one that follows: (batch, length); NONE where there is none."""
+    """Return letters and next letters, both (batch, length); NONE marks padding."""
     ids = [torch.tensor([LETTERS.index(letter) for letter in f"\n{sentence}"]) for sentence in sentences]
     padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=NONE)
     return padded[:, :-1].clamp(min=0), padded[:, 1:]

@@ -1,4 +1,4 @@
-"""A small net on digits: large batches accumulated from parts, clipped gradients, a schedule stepped by the batch."""
+"""Train a small net with gradient accumulation, gradient clipping and a schedule per batch."""
 
 import argparse
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--accumulate", type=int, default=4, help="parts of a batch")
+    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches per batch")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     session = lockstep.session(seed=args.seed, accumulate=args.accumulate)

@@ -1,4 +1,4 @@
-"""A small ResNet on a stream of drawn squares and discs, of which nobody knows the length: faint ones are left out."""
+"""Train a small ResNet on a stream of unknown length: squares and discs, without faint ones."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ SIDE = 12
 
 
 class Shapes(IterableDataset[tuple[Tensor, int]]):
-    """Noisy images (1, SIDE, SIDE) of a square (0) or a disc (1), drawn anew in each epoch."""
+    """Noisy images (1, SIDE, SIDE) of a square (0) or a disc (1), redrawn in each epoch."""
 
     def __init__(self, draws: int) -> None:
         self.draws = draws

@@ -22,6 +22,8 @@ from lockstep.compare import grid, networks
 from ..command import CODE, COLD, ROOT, command, events, refusal
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = README + "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("session.md", "runs.md"))
+"""The README and the pages with its details."""
 
 
 def _shown(heading: str, pattern: str) -> str:
@@ -62,8 +64,8 @@ def test_training_from_python(tmp_path: Path) -> None:
 
 def _code() -> list[str]:
     """Return what the README shows as code, a command a line; "…" stands for the beginning of any command."""
-    blocks = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    blocks = re.findall(r"```console\n(.*?)```", DOCS, re.DOTALL)
+    prose = re.sub(r"```.*?```", "", DOCS, flags=re.DOTALL)
     lines = [line.removeprefix("$ ").partition("#")[0] for block in blocks for line in block.splitlines()]
     return sorted({code.strip() for code in [*lines, *re.findall(r"`([^`\n]+)`", prose)]})
 
@@ -145,6 +147,9 @@ def test_the_demo_at_the_top_learns_the_digits(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["top1"] >= 0.98
 
 
-def test_each_file_that_it_names_is_there() -> None:
-    for path in re.findall(r"\]\(([^)#]+)\)", README):
+def test_each_file_and_heading_that_it_names_is_there() -> None:
+    for path, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", README):
         assert (ROOT / path).exists(), path
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", (ROOT / (path or "README.md")).read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], heading

@@ -35,26 +35,27 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]
        lockstep compare [--vary OPTION=VALUE,VALUE …] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
-       lockstep compare --from RUN … [--output FOLDER]       a report on runs that have ended
+       lockstep compare --from RUN … [--output FOLDER]       a report on finished runs
 
-Measures variants of one job side by side: the same seed, global batch and order, each in processes of its own. They run
-by turns (A B C C B A …), until the ratios of their speeds are known to 2 %, or the time is used. Says which to take and
-where the time goes. Without --vary, those that make sense on this machine. With --seeds or --to-accuracy each is then
-trained whole, alone on the machine, once a seed: its accuracy and time, as mean ± sample standard deviation.
+Measures variants of one job side by side: the same seed, global batch and order, each in its own processes. They run in
+alternating turns (A B C C B A …) until the ratios of their speeds are known to 2 %, or the budget is used up.
+Recommends a variant and reports where the time goes. Without --vary, compares the variants that suit this machine.
+--seeds or --to-accuracy then train each variant fully, one at a time, once per seed, and report accuracy and time as
+mean ± sample standard deviation.
 
-  --vary OPTION=…    values of any flag of lockstep train: --vary strategy=single,dp,ddp --vary devices=1,2
-  --budget TIME      how long trials and turns may take (default: 2m; s, m or h)
-  --seeds N          whole trainings of each variant, with --seed and the numbers after it
-  --to-accuracy A    end each of them once an evaluation has this accuracy, such as 0.94 (default: 3 seeds)
-  --scaling weak     the same batch for each device; by default the same global batch (strong)
-  --steps N          steps of the trial that tells where the time goes; by default as many as fill its time
-  --tolerance T      relative difference of losses that counts as the same model (default: 1e-3, 1e-9 in fp64,
+  --vary OPTION=…    values of any flag of lockstep train, such as --vary strategy=single,dp,ddp --vary devices=1,2
+  --budget TIME      time limit of trials and turns, in s, m or h (default: 2m)
+  --seeds N          full trainings of each variant, with seeds from --seed up
+  --to-accuracy A    end each full training at this accuracy, such as 0.94 (default: 3 seeds)
+  --scaling weak     the same batch per device; default: the same global batch (strong)
+  --steps N          steps of the trial that measures where the time goes; default: as many as fit its time
+  --tolerance T      largest relative difference of losses for the same model (default: 1e-3, 1e-9 in fp64,
                      1e-2 with Muon)
   --yes              run more than 64 variants
-  --from RUN …       a report on runs that have ended, which are ways of one job
-  --output FOLDER    default: runs/NAME-comparison; a comparison that was stopped there goes on
+  --from RUN …       a report on finished runs of one job
+  --output FOLDER    default: runs/NAME-comparison; continues a stopped comparison
 
-Exit code: 0 measured, 1 no variant could be, 2 it cannot be tried.
+Exit code: 0 measured, 1 every variant failed, 2 the request cannot be honoured.
 """
 OWN: dict[str, type] = {
     "--vary": list,

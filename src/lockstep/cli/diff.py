@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: lockstep diff A B [--tolerance T] [--all]
 
-A and B are runs or checkpoints of ours, safetensors files, or what torch.save wrote of tensors (a pickle of anything
-else is refused). Wrappers' prefixes (module., _orig_mod.) are taken off the names.
+A and B are lockstep runs or checkpoints, safetensors files, or tensors saved by torch.save (other pickles are refused).
+Wrapper prefixes (module., _orig_mod.) are removed from the names.
 
-Prints which tensors only one of them has, and of the others the largest difference: absolute, relative to the tensor's
-largest value, and in ULPs (how many floating-point numbers lie between). Where one side holds nothing but weights, only
-the weights are compared.
+Prints the tensors that only one of them has, and the largest difference of the others: absolute, relative to the
+tensor's largest value, and in ULPs (the number of floating-point values between). If one side contains only weights,
+only weights are compared.
 
-  --tolerance T   take tensors whose relative difference is at most T for the same (default: 0, the same bits)
+  --tolerance T   treat tensors as equal up to this relative difference (default: 0, the same bits)
   --all           print all rows, not the first 5 of a kind
 
-Exit code: 0 the same, 3 different, 2 where they cannot be compared.
+Exit code: 0 the same, 3 different, 2 they cannot be compared.
 """
 _ROWS = 5
 

@@ -27,20 +27,20 @@ from . import flags, output, words
 USAGE = """\
 usage: lockstep doctor [--json] [flags]
 
-Looks at this machine, or under any launcher at all machines of a job: versions, processors, memory, limits, GPUs,
+Checks this machine, or under any launcher all machines of a job: versions, processors, memory, limits, GPUs, host
 names, ports between each pair of ranks, all-reduce by size, whether sent bytes arrive unchanged, and the output folder.
-Each finding is green, yellow (a job runs, but slowly or at a risk) or red (no job can run), with what to do about it.
-Nothing is trained, and nothing stays behind.
+Each finding is green, yellow (a job runs, but slowly or at a risk) or red (no job can run), with a fix. Trains nothing,
+and leaves no files.
 
   --json          print one JSON object and nothing else
-  --output FOLDER the folder that the job will write to (default: runs); it is not made
+  --output FOLDER the folder that the job will write to (default: runs); it is not created
   --data-dir FOLDER
-                  the folder of its data, if that is to be there already
+                  the folder of its data, if it already exists
 
-The flags of lockstep train that say which devices and how ranks meet mean the same here, from --devices to
---init-method; after --stall-timeout (default here: 30) seconds a rank that is silent is given up.
+The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. After
+--stall-timeout seconds (default here: 30), a silent rank counts as failed.
 
-Exit code: 0 a job can run (nothing is red), 1 none can, 2 the request cannot be honoured.
+Exit code: 0 a job can run (nothing is red), 1 no job can run, 2 the request cannot be honoured.
 """
 _STALL_S = 30.0
 _OF_TRAINING = {"batchnorm"}

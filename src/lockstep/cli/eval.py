@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: lockstep eval RUN [--split SPLIT] [--predictions FILE.csv] [flags]
 
-RUN is a run's folder (its last checkpoint is taken) or one checkpoint, such as runs/digits-resnet8/checkpoints/best.
-Model and data are those of the run's config.toml; code of your own has to be named anew (--model mine:Net). Scores do
-not depend on the devices, so the run's own are not asked for again: this machine's are used, or those of --strategy,
---devices and the other flags of lockstep train.
+Evaluates RUN: a run's folder (its last checkpoint) or one checkpoint, such as runs/digits-resnet8/checkpoints/best.
+Model and data come from the run's config.toml; repeat the names of your own code (--model mine:Net). Scores do not
+depend on the devices: eval uses this machine's, or those of --strategy, --devices and the other flags of lockstep
+train.
 
   --split SPLIT         validation, test or train (default: test); train without augmentation
-  --predictions FILE    write a line per sample: index, label, predicted class (-1 where the model's output is not a
-                        number), its probability, and of an image folder the file
-  --output FOLDER       where scores.json goes: all scores, and those of each class (default: the run's folder, with a
-                        warning where that cannot be written)
+  --predictions FILE    write one line per sample: index, label, predicted class (-1 for NaN outputs), its probability,
+                        and the file of an image folder
+  --output FOLDER       the folder of scores.json, overall and per class (default: the run's folder; a warning if it is
+                        not writable)
 """
 
 SCORES = "scores.json"

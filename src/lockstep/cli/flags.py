@@ -39,13 +39,13 @@ _FLAG = re.compile("--?[A-Za-z]")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train one model on any number of devices. With --dry-run: print what would run, and where, and start nothing."""
+    """Train one model on any number of devices. With --dry-run: print the plan, and start nothing."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     recipe: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RECIPE]")] = None
-    """A recipe's name (lockstep info lists them); flags and --config beat its values."""
+    """A recipe's name (lockstep info lists them); flags and --config override its values."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
-    """A TOML file with options by their flags' names; flags beat it, it beats the recipe."""
+    """A TOML file whose keys are flag names; flags override it, and it overrides the recipe."""
 
 
 class _Flag(NamedTuple):

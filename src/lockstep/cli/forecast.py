@@ -21,22 +21,22 @@ USAGE = f"""\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
        lockstep forecast --network NETWORK [--devices N:M] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
-Measures here what one rank's share of a job costs for several numbers of devices, and says what so many would come to
-when a network connects them: time of a step, speed-up with error bars, cost, memory, and what limits it. On a CPU, a
-device is a whole machine like this one.
+Measures one rank's share of a job on this machine for several numbers of devices, and predicts their performance over a
+network: step time, speed-up with error bars, cost, memory, and the bottleneck. On a CPU, a device is a whole machine
+like this one.
 
   --devices N:M       numbers of devices: 1:1024 (powers of two), or 1,2,4,6 (default: 1:64)
-  --network NETWORK   what a node has towards others: {", ".join(networks.PRESETS)};
+  --network NETWORK   the network between nodes: {", ".join(networks.PRESETS)};
                       or a rate and a latency, such as 10Gbit/s,50us;
-                      or FILE.json,FILE.json, which lockstep doctor --json has printed on several hosts;
-                      or RUN, the folder of a run of this job on several of the devices
-  --within NETWORK    between the GPUs of a node (default: PCIe4)
-  --per-node N        GPUs of a node (default: as many as here)
-  --scaling weak      the same batch for each device; by default the same global batch (strong)
-  --price P           of a device and hour: what the whole run would cost
-  --output FOLDER     default: runs/NAME-forecast; what it holds already is not measured again
+                      or FILE.json,FILE.json, the output of lockstep doctor --json on several hosts;
+                      or RUN, the folder of a run of this job on several such devices
+  --within NETWORK    the network between the GPUs of a node (default: PCIe4)
+  --per-node N        GPUs per node (default: as many as on this machine)
+  --scaling weak      the same batch per device; default: the same global batch (strong)
+  --price P           price per device and hour, for the cost of the run
+  --output FOLDER     default: runs/NAME-forecast; its measurements are reused
 
-Exit code: 0 done, 1 the job cannot be measured, 2 it cannot be tried.
+Exit code: 0 done, 1 the job cannot be measured, 2 the request cannot be honoured.
 """
 OWN: dict[str, type] = {
     **dict.fromkeys(("--devices", "--network", "--within", "--per-node", "--scaling"), str),

@@ -18,8 +18,8 @@ from . import output
 USAGE = """\
 usage: lockstep info
 
-Prints the versions of the packages that matter, this machine's hardware, and the recipes, models, data sets,
-strategies and launchers there are.
+Prints package versions, this machine's hardware, and the available recipes, models, data sets, strategies and
+launchers.
 """
 
 

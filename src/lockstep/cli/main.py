@@ -20,16 +20,16 @@ from . import output
 
 VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
-    "run": "run a script of your own on every device: lockstep run [flags] SCRIPT [its flags]",
-    "eval": "evaluate a checkpoint exactly: lockstep eval RUN [flags]",
-    "verify": "proofs: N ranks against one, variants of a run: lockstep verify WHAT",
-    "compare": "ways to train side by side, and which to take: lockstep compare RECIPE [--vary OPTION=VALUES]",
-    "forecast": "what more devices would bring: lockstep forecast RECIPE --devices 1:64 --network 100GbE",
-    "runs": "the runs of a folder as a table: lockstep runs [FOLDER]",
-    "diff": "how two checkpoints differ: lockstep diff A B",
-    "submit": "hand a run to a cluster: lockstep submit slurm [its flags] RECIPE [flags]",
-    "doctor": "whether a job can run here, and what would slow it: lockstep doctor [flags]",
-    "info": "what there is: versions, hardware, recipes, models, data sets, strategies, launchers",
+    "run": "run your own script on every device: lockstep run [flags] SCRIPT [its flags]",
+    "eval": "evaluate a checkpoint: lockstep eval RUN [flags]",
+    "verify": "compare gradients and curves with one process: lockstep verify WHAT",
+    "compare": "compare methods on this machine: lockstep compare RECIPE [--vary OPTION=VALUES]",
+    "forecast": "predict more devices: lockstep forecast RECIPE --devices 1:64 --network 100GbE",
+    "runs": "list the runs of a folder: lockstep runs [FOLDER]",
+    "diff": "compare two checkpoints: lockstep diff A B",
+    "submit": "submit a run to a cluster: lockstep submit slurm [its flags] RECIPE [flags]",
+    "doctor": "check whether a job can run here: lockstep doctor [flags]",
+    "info": "list versions, hardware, recipes, models, data sets, strategies, launchers",
 }
 
 _USAGE = """\
@@ -39,7 +39,7 @@ usage: lockstep VERB [flags]
 
 {verbs}
 
-lockstep VERB --help shows a verb's flags. To start: lockstep train digits --strategy ddp --devices 2
+lockstep VERB --help lists a verb's flags. To start: lockstep train digits --strategy ddp --devices 2
 """
 
 

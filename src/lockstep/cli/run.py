@@ -23,12 +23,12 @@ _USAGE = """\
 usage: lockstep run [flags] SCRIPT [its own flags]
        lockstep run [flags] -m MODULE [its own flags]
 
-SCRIPT runs on every rank as python would run it, and its call of lockstep.session() joins them. Flags before it are
-those of lockstep train that a script does not decide on:
+Runs SCRIPT on every rank as `python SCRIPT` would; its call of lockstep.session() joins the ranks. Flags before SCRIPT
+are those flags of lockstep train that a script leaves to the command:
 
 {flags}
 
-With --output left out, the run's folder is runs/NAME by the script's name.
+lockstep train --help describes them. Without --output, the run's folder is runs/NAME, after the script's name.
 """
 
 

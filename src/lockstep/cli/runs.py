@@ -14,11 +14,11 @@ from . import compare, output, words
 USAGE = """\
 usage: lockstep runs [FOLDER …] [--open]
 
-Lists the runs in each FOLDER (default: runs) and in the folders in it, or which it is: when and where, the options in
-which those of one job differ, what they came to.
+Lists the runs in each FOLDER (default: runs) and its folders; FOLDER may be a run itself. Shows date, host, the options
+that differ between runs of one job, and results.
 
-  --open    make a report of those that have ended and are of the newest one's job, as lockstep compare --from does, and
-            open it in a browser
+  --open    make a report on the finished runs of the newest run's job, like lockstep compare --from, and open it in a
+            browser
 """
 _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state")
 

@@ -20,19 +20,19 @@ from .preflight import check_names
 USAGE = f"""\
 usage: lockstep submit slurm [its flags] RECIPE [flags of lockstep train]
 
-Writes one sbatch script, {submit.NAME}, into the run's folder, submits it, and follows its log until the job has ended;
-the exit code is the job's. Ctrl-C ends the following, not the job. The job saves and requeues itself shortly before its
-time limit and when it is pre-empted, and goes on from its last checkpoint.
+Writes one sbatch script, {submit.NAME}, into the run's folder, submits it, and follows its log until the job ends; the
+exit code is the job's. Ctrl-C stops following the log, not the job. Shortly before its time limit and on pre-emption,
+the job saves, requeues itself, and continues from its last checkpoint.
 
   --nodes N             nodes (default: 1)
-  --gpus-per-node G     GPUs of each node, with one task for each of them, or one a node where the strategy drives all
-  --ntasks-per-node T   without GPUs: tasks on each node (default: 1); also --tasks-per-node
-  --cpus-per-task C     processors of each task
-  --mem M               memory of each node, such as 32G
+  --gpus-per-node G     GPUs per node, with one task each, or one task per node if the strategy drives all GPUs
+  --ntasks-per-node T   without GPUs: tasks per node (default: 1); also --tasks-per-node
+  --cpus-per-task C     processors per task
+  --mem M               memory per node, such as 32G
   --time T              time limit, such as 20:00 for twenty minutes, or 1-12 for a day and a half
   --partition P   --account A   --qos Q   --job-name NAME
-  --sbatch=OPTION       any other option of sbatch, such as --sbatch=--exclusive; may be given several times
-  --dry-run             print the script, and submit nothing
+  --sbatch=OPTION       any other option of sbatch, such as --sbatch=--exclusive; repeatable
+  --dry-run             print the script without submitting it
 """
 _OWN: dict[str, type] = {
     **dict.fromkeys((*submit.OPTIONS, "--tasks-per-node"), str),

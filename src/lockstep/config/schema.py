@@ -1,9 +1,9 @@
-"""What a run is asked to do: frozen dataclasses; a `RunConfig` is whole and valid once it exists.
+"""The options of a run: frozen dataclasses, complete and valid after construction.
 
 Each leaf has one public key: the command's flag (`--batch 256`), the TOML key (`batch = 256`) and the name in
-`override(config, batch=256)` (see `options`). Its annotation says which values it takes; the comment beside it, or the
-string under it, is its help on the command line. What follows from them (a rank's share, the chosen strategy) is not
-here: a config says only what was asked, and what the line of a named strategy says of it.
+`override(config, batch=256)` (see `options`). Its annotation defines the permitted values; the comment beside it, or
+the string under it, is its help on the command line. Derived values (a rank's share, the chosen strategy) are not here:
+a config holds only the request, and the registry's facts on a named strategy.
 
     recipe (TOML in the package)  <  --config FILE.toml  <  flags
 """
@@ -32,7 +32,7 @@ _Share = Annotated[float, Bounds(least=0, below=1)]
 _Seconds = Annotated[float, Bounds(above=0, below=366 * 24 * 3600)]
 _Switch = Annotated[str, OneOf(("auto", "on", "off"))]
 SPANNING_SCHEDULES = ("cosine", "onecycle")
-"""Those whose learning rates depend on how many epochs the run has."""
+"""Schedules whose learning rates depend on the number of epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,71 +40,71 @@ class ModelConfig:
     """The network."""
 
     name: Annotated[str, _key(name="model")] = "resnet18"
-    """A name from `lockstep info`, a torchvision classifier, or module:attribute of your own."""
-    classes: _MaybeInt = None  # Number of classes; by default the data set's own.
+    """A name from `lockstep info`, a torchvision classifier, or your own module:attribute."""
+    classes: _MaybeInt = None  # Number of classes; default: the data set's.
     init_from: str = ""
-    """Weights that a new run begins with: of a run or a checkpoint, a .safetensors or .pth file, or pretrained for
-    torchvision's own; tensors that are not there, or of another shape, are drawn."""
+    """Initial weights of a new run: a run, a checkpoint, a .safetensors or .pth file, or pretrained (torchvision's).
+    Missing tensors, and those of another shape, keep their random initialisation."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, by patterns of their names, such as layer1.* conv1.*; BatchNorm layers whose
-    parameters are all frozen compute as in an evaluation, and their running statistics stay as they are."""
+    """Patterns of parameter names to freeze, such as layer1.* conv1.*.
+    A BatchNorm layer whose parameters are all frozen stays in evaluation mode and keeps its running statistics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The images, and how they are varied."""
+    """The data set and its augmentation."""
 
     name: Annotated[str, _key(name="data")] = "digits"
-    """digits, cifar10, cifar100, imagefolder, fake, or module:attribute of your own."""
-    dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # Where the data set is, or is downloaded to.
-    download: bool = True  # Download the data set, with its checksum, where --data-dir lacks it.
+    """digits, cifar10, cifar100, imagefolder, fake, or your own module:attribute."""
+    dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # The data set's folder; downloads go there too.
+    download: bool = True  # Download a missing data set to --data-dir and verify its checksum.
     workers: Annotated[_MaybeInt, _FromZero] = None
-    """Processes for each rank that decode JPEGs (imagefolder and your own data sets); 0 decodes in the rank itself. By
-    default as many as it has processors, and 4 at most; with --step none."""
+    """Processes per rank that decode images (imagefolder and your own data sets); 0 decodes in the rank itself.
+    Default: the rank's processors, at most 4; with --step, none."""
     augment: Annotated[tuple[str, ...], OneOf(("crop", "flip", "cutout"))] = ()  # Any of crop, flip, cutout.
-    image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels of imagefolder's and fake's images.
+    image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Image side in pixels, for imagefolder and fake.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
-    holdout: _Share = 0.0  # Share of the training set (each class) for validation, chosen by --seed; 0 for none.
-    skip_corrupt: bool = False  # Leave images out that cannot be decoded, and count them, instead of stopping.
-    collate: str = ""  # With --step: module:attribute that makes a batch of a list of samples; by default torch's.
+    holdout: _Share = 0.0  # Fraction of the training set (each class) for validation, chosen by --seed; 0: none.
+    skip_corrupt: bool = False  # Skip and count images that cannot be decoded, instead of stopping.
+    collate: str = ""  # With --step: your own module:attribute, which makes a batch from samples; default: torch's.
     on_device: _Switch = "auto"  # Keep small data sets in the accelerator's memory: auto, on, off.
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer, and its learning rate over optimizer steps."""
+    """The optimizer, its learning rate, and the loss."""
 
     name: Annotated[str, OneOf(("sgd", "adamw", "muon")), _key(name="optimizer")] = "sgd"
     """sgd, adamw, or muon (matrices by Muon, the rest by AdamW)."""
     lr: _Positive = 0.1  # Peak learning rate.
     lr_scale: tuple[str, ...] = ()
-    """Factors on the learning rate by PATTERN=FACTOR of parameter names, such as fc.*=10 layer1.*=0.1; the first
-    pattern that a name matches counts."""
+    """Learning-rate factors as PATTERN=FACTOR, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
     momentum: _Share = 0.9  # Momentum of sgd and muon.
     nesterov: bool = False  # Nesterov's momentum.
     weight_decay: _NotNegative = 1e-4  # Weight decay (decoupled for adamw and muon).
     schedule: Annotated[str, OneOf(("constant", "step", "multistep", "cosine", "onecycle"))] = "constant"
     """constant, step, multistep, cosine or onecycle."""
-    milestones: tuple[float, ...] = ()  # Epochs at which multistep multiplies by gamma; for step, the epochs between.
-    gamma: _Positive = 0.1  # Factor of step and multistep.
+    milestones: tuple[float, ...] = ()  # For multistep, the epochs at which gamma applies; for step, the interval.
+    gamma: _Positive = 0.1  # Learning-rate factor of step and multistep.
     warmup: _NotNegative = 0.0  # Epochs of linear warm-up before the schedule (onecycle: its rising part).
-    lr_rule: Annotated[str, OneOf(("none", "linear", "sqrt"))] = "none"  # none, linear or sqrt of batch ÷ base-batch.
-    base_batch: _MaybeInt = None  # The batch that --lr was tuned for; needed by --lr-rule linear and sqrt.
-    clip: Annotated[float | None, Bounds(above=0), _key(metavar="FLOAT")] = None  # Largest norm of all gradients.
-    loss: str = "cross_entropy"  # Or module:attribute, called as loss(scores, labels, reduction="sum").
+    lr_rule: Annotated[str, OneOf(("none", "linear", "sqrt"))] = "none"
+    """Scaling of the learning rate with batch ÷ base-batch: none, linear or sqrt."""
+    base_batch: _MaybeInt = None  # The batch that --lr was tuned for; required by --lr-rule.
+    clip: Annotated[float | None, Bounds(above=0), _key(metavar="FLOAT")] = None  # Maximum global gradient norm.
+    loss: str = "cross_entropy"  # Or your own module:attribute, called as loss(scores, labels, reduction="sum").
     step: str = ""
-    """module:attribute of your own, for any task: called as step(model, batch), it returns the sum of the loss over the
-    batch, alone or with the number of things that it is a sum over (tokens, say; by default samples)."""
+    """Your own module:attribute, for any task, called as step(model, batch).
+    It returns the sum of the loss over the batch, or (sum, count) for a mean over other units, such as tokens."""
     metric: str = ""
-    """With --step: module:attribute of your own, called as metric(model, batch), which returns a sum over the batch, or
-    (sum, count); more is better, and `best` follows it. An epoch whose count is 0 has no score."""
-    label_smoothing: _Share = 0.0  # Share of each label that is spread over all classes.
+    """With --step: your own module:attribute, called as metric(model, batch); `best` follows it, higher is better.
+    It returns a sum over the batch, or (sum, count); an epoch with count 0 has no score."""
+    label_smoothing: _Share = 0.0  # Fraction of each label to spread over all classes.
     ema: Annotated[float | None, Bounds(above=0, below=1), _key(metavar="FLOAT")] = None
-    """Decay of an exponential moving average of the weights, which evaluation then uses."""
+    """Decay of an exponential moving average of the weights; evaluation uses the average."""
 
     @property
     def lr_scales(self) -> list[tuple[str, float]]:
-        """(pattern, factor) of each --lr-scale."""
+        """The (pattern, factor) of each --lr-scale."""
         pairs = (word.rpartition("=") for word in self.lr_scale)
         return [(pattern, float(factor)) for pattern, _, factor in pairs]
 
@@ -114,52 +114,52 @@ class BatchConfig:
     """The batch of one optimizer step, over all ranks."""
 
     size: Annotated[int, _key(name="batch")] = 256  # Global batch: samples in one optimizer step, over all ranks.
-    accumulate: _MaybeInt = None  # Number of global micro-batches that one optimizer step is cut into.
-    micro_batch: _MaybeInt = None  # Instead of --accumulate: the most samples a rank computes at once.
-    eval_batch: _MaybeInt = None  # Samples a rank evaluates at once; by default its share of the global batch.
-    drop_last: bool = False  # Leave out an epoch's last, smaller batch.
-    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"  # Random numbers: of each rank, or global, as of one.
+    accumulate: _MaybeInt = None  # Global micro-batches per optimizer step.
+    micro_batch: _MaybeInt = None  # Instead of --accumulate: the maximum number of samples per rank at once.
+    eval_batch: _MaybeInt = None  # Samples that a rank evaluates at once; default: as many as in training.
+    drop_last: bool = False  # Drop the last, smaller batch of an epoch.
+    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"  # Random numbers: rank, or global, as on one device.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The devices, the way to use them, and how their processes meet."""
+    """Devices, strategy, launcher and rendezvous."""
 
     strategy: Annotated[str, OneOf(KINDS, ("auto",))] = "auto"
-    """single, dp, ddp or hybrid; auto takes ddp where there are several devices."""
-    devices: _MaybeInt = None  # Devices on this node; by default all GPUs, or one CPU process.
-    gpus: str = ""  # Chosen GPUs by index, such as 0,1 (as numbered among those visible to this process).
+    """single, dp, ddp or hybrid; auto takes ddp with several devices."""
+    devices: _MaybeInt = None  # Devices on this node; default: all GPUs, or one CPU process.
+    gpus: str = ""  # GPU indices, such as 0,1, among the GPUs visible to this process.
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"  # auto, cpu or cuda.
     launcher: Annotated[str, OneOf(LAUNCHERS, ("auto",))] = "auto"
-    """How processes start: inline, spawn, elastic, environment, manual, ray; auto finds out."""
+    """How processes start: inline, spawn, elastic, environment, manual, ray; auto detects it."""
     nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"
-    """Number of nodes; 1:4 takes as many as there are, and goes on with those that are left."""
-    max_restarts: Annotated[int, _FromZero] = 0  # Times that ranks start again, from the last checkpoint.
-    init_method: str = ""  # Where ranks started by hand meet: env://, tcp://HOST:PORT or file:///PATH.
-    clear_meeting: bool = False  # No longer needed: a file:// that a dead run has left does no harm.
-    interface: str = ""  # Network interface between ranks, such as eth1; by default the one towards their hosts.
-    rank: Annotated[_MaybeInt, _FromZero] = None  # This process's rank, when started by hand.
-    world_size: _MaybeInt = None  # Number of ranks, when started by hand.
-    timeout: _Seconds = 60.0  # Seconds to wait for all ranks to come at the start.
-    stall_timeout: _Seconds = 600.0  # Seconds without any rank's entering a new phase (a batch, a step, a save).
+    """Number of nodes; 1:4 takes all available nodes in that range, and continues on fewer."""
+    max_restarts: Annotated[int, _FromZero] = 0  # Restarts from the last checkpoint after a lost rank.
+    init_method: str = ""  # Rendezvous of ranks: env://, tcp://HOST:PORT or file:///PATH.
+    clear_meeting: bool = False  # No longer needed: a stale file:// rendezvous is harmless.
+    interface: str = ""  # Network interface between ranks, such as eth1; default: the one that reaches their hosts.
+    rank: Annotated[_MaybeInt, _FromZero] = None  # This process's rank, if you start the ranks by hand.
+    world_size: _MaybeInt = None  # Number of ranks, if you start them by hand.
+    timeout: _Seconds = 60.0  # Seconds to wait for all ranks at the start.
+    stall_timeout: _Seconds = 600.0  # End the run after this many seconds without progress (a batch, a step, a save).
     batchnorm: Annotated[str, OneOf(("auto", "sync", "local"))] = "auto"
-    """Batch statistics: sync (of the global micro-batch) or local (of each replica); auto is sync where it can be."""
+    """Batch statistics: sync (global micro-batch) or local (each replica); auto takes sync where possible."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
-    """How ranks exchange CPU tensors: gloo, or shared-memory (ranks of one host), which auto takes where it can."""
+    """How ranks exchange CPU tensors: gloo, or shared-memory (one host), which auto takes where possible."""
 
     @property
     def nodes(self) -> int:
-        """The number of nodes, or the least of a range."""
+        """The number of nodes, or the minimum of a range."""
         return int(self.nodes_asked.partition(":")[0])
 
     @property
     def most_nodes(self) -> int:
-        """The number of nodes, or the most of a range."""
+        """The number of nodes, or the maximum of a range."""
         return int(self.nodes_asked.rpartition(":")[2])
 
     @property
     def gpu_indices(self) -> tuple[int, ...]:
-        """The indices in --gpus, in the order given; empty if none were chosen."""
+        """The indices in --gpus, in their order; empty without --gpus."""
         return tuple(int(word) for word in self.gpus.replace(" ", "").split(",") if word)
 
     @property
@@ -169,59 +169,59 @@ class ParallelConfig:
 
     @property
     def drives_all(self) -> bool:
-        """Whether each process drives all its devices. `auto` never resolves to such a strategy."""
+        """Whether each process drives all devices of its node. `auto` never resolves to such a strategy."""
         return self.strategy != "auto" and KINDS[self.strategy].drives_all
 
     @property
     def process_per_device(self) -> bool:
-        """Whether a node has as many processes as devices. Of `auto`, which may be either, not."""
+        """Whether a node has one process per device. False for `auto`, which is unresolved."""
         return self.strategy != "auto" and KINDS[self.strategy].process_per_device
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The arithmetic."""
+    """Precision, memory format, compilation."""
 
     name: Annotated[str, OneOf(("auto", "fp32", "tf32", "bf16", "fp16", "fp64")), _key(name="precision")] = "fp32"
-    """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto takes bf16 where the hardware has it, else fp32: then
-    the model depends on the hardware."""
-    channels_last: _Switch = "auto"  # Memory order of images: auto (on where it helps), on, off.
-    compile: bool = False  # Compile the model with torch.compile; synchronised BatchNorm layers stay as they are.
-    deterministic: bool = False  # Use only algorithms that give the same bits each time (GPU), dropout's included.
+    """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto takes bf16 if the hardware supports it, else fp32.
+    With auto, the model depends on the hardware."""
+    channels_last: _Switch = "auto"  # Channels-last memory format: auto (on, except in fp64), on, off.
+    compile: bool = False  # Use torch.compile, except for synchronised BatchNorm layers.
+    deterministic: bool = False  # Use deterministic GPU algorithms only, including dropout's.
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is saved, and what a run continues from."""
+    """Checkpoints and resuming."""
 
-    resume: str = ""  # auto (the output folder's last checkpoint, if any), or the path of a checkpoint or a run.
-    checkpoint_every: _MaybeInt = None  # Optimizer steps between checkpoints; by default once an epoch.
+    resume: str = ""  # auto (the last checkpoint in --output, if any), or the path of a checkpoint or a run.
+    checkpoint_every: _MaybeInt = None  # Optimizer steps between checkpoints; default: one epoch.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
-    """What a run writes down, and where."""
+    """Records and output."""
 
-    output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # The run's folder; by default runs/NAME.
-    log_every: int = 50  # Optimizer steps between log lines (sooner where steps are slow).
-    quiet: bool = False  # Show warnings, errors and one line at the end; what is recorded stays the same.
+    output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # The run's folder; default: runs/NAME.
+    log_every: int = 50  # Optimizer steps between log lines (fewer if steps are slow).
+    quiet: bool = False  # Print only warnings, errors and one final line; records stay the same.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
-    """What is proved while training goes on."""
+    """Checks during training."""
 
     verify_every: Annotated[int | None, _FromZero, _key(metavar="STEPS")] = None
-    """Optimizer steps between checks that all ranks hold the same bits, besides the one before each checkpoint; 0 for
-    none at all, by default what costs under 0.5 % of the time."""
-    ledger: bool = False  # Count each sample in every epoch and evaluation; stop unless it came exactly once.
+    """Optimizer steps between comparisons of all ranks' weights, bit for bit, besides the one before each checkpoint.
+    0: none at all; default: as often as costs under 0.5 % of the time."""
+    ledger: bool = False  # Count samples in each epoch and evaluation; stop unless each came exactly once.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run, as it was asked for.
+    """One training run, as requested.
 
-    Raises `RequestError` at construction for values that no run can honour.
+    Raises `RequestError` at construction for invalid values and contradictions.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -234,10 +234,10 @@ class RunConfig:
     record: RecordConfig = field(default_factory=RecordConfig)
     proof: ProofConfig = field(default_factory=ProofConfig)
     epochs: int = 10  # Passes over the training set.
-    max_steps: _MaybeInt = None  # Stop after so many optimizer steps; schedules still follow --epochs.
-    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations; the last weights always are.
-    patience: Annotated[int | None, _key(metavar="EVALUATIONS")] = None  # Stop after so many without a better score.
-    seed: Annotated[int, _FromZero] = 0  # Seed of the weights, of the order and of the augmentation.
+    max_steps: _MaybeInt = None  # Stop after this many optimizer steps; schedules still follow --epochs.
+    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations, besides a final one.
+    patience: Annotated[int | None, _key(metavar="EVALUATIONS")] = None  # Stop after this many without improvement.
+    seed: Annotated[int, _FromZero] = 0  # Seed of weights, order and augmentation.
 
     def __post_init__(self) -> None:
         check(self)
@@ -246,7 +246,7 @@ class RunConfig:
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong about options that are valid one by one, and texts that cannot be read."""
+    """Yield an error message for each contradiction between options, and for each malformed text."""
     optim, batch, parallel = config.optim, config.batch, config.parallel
     has_own_loss, milestones = ":" in optim.loss, " ".join(map("{:g}".format, optim.milestones)) or "none"
     if not has_own_loss:

@@ -11,8 +11,8 @@ from ...errors import RequestError, choose
 from .. import output
 
 PROOFS = {
-    "gradients": "N ranks' gradients against one process's: lockstep verify gradients RECIPE|SCRIPT",
-    "curve": "short runs of all variants, and where they part: lockstep verify curve RECIPE|SCRIPT",
+    "gradients": "gradients of N ranks against one process: lockstep verify gradients RECIPE|SCRIPT",
+    "curve": "short runs of all variants, and where they diverge: lockstep verify curve RECIPE|SCRIPT",
 }
 _LISTED = "\n".join(f"  {name:<10} {phrase}" for name, phrase in PROOFS.items())
 USAGE = f"""\
@@ -20,7 +20,7 @@ usage: lockstep verify WHAT …
 
 {_LISTED}
 
-lockstep verify WHAT --help shows how each is used. Exit code: 0 it holds, 3 it does not, 2 it cannot be checked.
+lockstep verify WHAT --help describes each. Exit code: 0 it holds, 3 it does not, 2 it cannot be checked.
 """
 
 

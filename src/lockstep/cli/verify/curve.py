@@ -29,23 +29,23 @@ usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
        lockstep verify curve [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
 Trains the same few steps on one device and in all other ways: with dp and ddp on --devices devices (default: all GPUs,
-or 2 CPU processes) and on one rank more, with accumulation, with ranks started by torchrun and by hand, and stopped in
-the middle and continued. Prints how far their losses and weights are from one another, and where that begins.
+or 2 CPU processes), on one more rank, with accumulation, with ranks started by torchrun and by hand, and stopped in the
+middle and resumed. Prints how far losses and weights differ, and from which step.
 
-A script (NAME.py: a loop over lockstep.session()) is run in the same ways, with one device a process; so is --step. In
-float64, tensors that it makes itself have to be of its model's type; --precision fp32 asks for no such thing.
+A script (NAME.py: a loop over lockstep.session()) runs in the same ways, with one device per process; so does --step.
+In float64, the script must create its tensors in the model's type; --precision fp32 does not need that.
 
-Each run is a command of its own; commands, logs and runs lie in the output folder, with proof.md and summary.json.
+Each run is a separate command; commands, logs and runs are in the output folder, with proof.md and summary.json.
 
-  --tolerance T    the relative difference that counts as none (default: 1e-9 in fp64, 1e-3 in other precisions)
+  --tolerance T    largest relative difference (default: 1e-9 in fp64, 1e-3 in other precisions)
   --precision P    default: fp64
   --max-steps N    default: 20; learning rates follow --epochs
-  --strategy S     compare this strategy alone with one device
+  --strategy S     compare only this strategy with one device
   --output FOLDER  default: runs/DATA-MODEL-curve
 
 lockstep train --help and lockstep run --help list the other flags.
 
-Exit code: 0 all agree, 3 some do not, 2 it cannot be tried.
+Exit code: 0 all agree, 3 some differ, 2 the request cannot be honoured.
 """
 _PROG = "lockstep verify curve"
 _STEPS = 20

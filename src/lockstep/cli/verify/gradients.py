@@ -29,25 +29,24 @@ USAGE = """\
 usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
        lockstep verify gradients [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
-Computes the gradient of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
-process and with --devices N under each strategy, or the one that --strategy names, in float64. Where they are not the
-same, everything that can be is switched off on both sides and let back in one by one, so that each cause is measured.
-(hybrid is measured where --strategy names it; its ranks are started by torchrun or by hand.)
+Computes the gradients of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
+process and with --devices N under each strategy, or under --strategy alone, in float64. If they differ, disables every
+possible cause on both sides, enables them one by one, and measures each. (hybrid is measured only with --strategy
+hybrid, and its ranks are started by torchrun or by hand.)
 
-A script (NAME.py: a loop over lockstep.session()) makes its first optimizer step in one process, on --devices N ranks,
-and in micro-batches, and what its optimizers keep of the gradients (momentum, moments; else the weights) is compared,
-by parameter. A --step that is called as step(model, batch), with data of any kind, is judged so too. Causes are then
-not looked for.
+Runs the first optimizer step of a script (NAME.py: a loop over lockstep.session()) in one process, on --devices N ranks
+and in micro-batches, and compares its optimizers' state (momentum, moments; otherwise the weights), by parameter. A
+--step called as step(model, batch), with data of any kind, is checked in the same way. Both skip the causes.
 
   --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
-  --step M:A      a training step of your own instead of ours: called as step(model, x, y), it runs forward and
-                  backward and leaves gradients in the model's parameters, as your loop does between zero_grad and step
+  --step M:A      your own training step: called as step(model, x, y), it runs forward and backward and leaves gradients
+                  in the model's parameters, as your loop does between zero_grad and step
   --all           print all tensors beyond the tolerance, not the first 5 of a strategy
-  --output FOLDER writes the answer into this folder's proof.md and summary.json; it can be a run's
+  --output FOLDER writes the result to proof.md and summary.json of this folder, which may be a run's
                   (default: runs/DATA-MODEL-gradients)
 
 lockstep train --help lists the other flags, of which --model, --data, --batch, --devices, --batchnorm and --precision
-matter most. Exit code: 0 the same gradient, 3 another one, 2 where it cannot be measured.
+matter most. Exit code: 0 the same gradients, 3 different gradients, 2 they cannot be measured.
 """
 _PROG = "lockstep verify gradients"
 _SWITCHES = ("--all",)
