@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from ast import literal_eval
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, limited, regression, trio
@@ -189,12 +190,43 @@ def read_ahead(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
-def doubled_while_read(session: Any, how: str) -> Numbers:
-    """Prefetch batches that a generator has already transformed."""
-    model, optimizer, loader = trio(session)
+class Slices(Dataset[Any]):
+    """A data set whose batches are slices of its memory."""
+
+    def __init__(self) -> None:
+        self.x, self.y = arrays()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.x[indices[0] : indices[-1] + 1], self.y[indices[0] : indices[-1] + 1]
+
+
+@loop("slices", quick=True)
+@loop("replaced", "texts", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED, quick=True)
+@loop("inputs", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
+def transformed_while_read(session: Any, how: str) -> Numbers:
+    """Prefetch batches of which a generator has replaced one tensor or all, batches of texts, or slices."""
+    texts = [repr((x.tolist(), y.tolist())) for x, y in zip(*arrays(), strict=True)]
+    data: Any = Slices() if how == "slices" else texts if how == "texts" else None
+    options: dict[str, Any] = {} if data is None else {"collate_fn": lambda batch: batch}
+    model, optimizer, loader = trio(session, data=data, **options)
+
+    def transformed() -> Iterator[Any]:
+        for batch in loader:
+            if how == "texts":
+                rows = [literal_eval(text) for text in batch]
+                yield [torch.tensor(part, dtype=torch.float64) for part in zip(*rows, strict=True)]
+            else:
+                x, y = batch
+                yield x if how == "slices" else x * 2, y + 1 if how == "replaced" else y
+
     for _ in session.epochs(2):
-        for x, y in ahead(((x * 2, y) for x, y in loader), 1):
+        for x, y in ahead(transformed(), 1):
             descend(session, optimizer, error(model, x, y))
     return [checksum(model), session.step]
 
