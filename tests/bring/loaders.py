@@ -337,6 +337,10 @@ def collate(how: str) -> Any:
             "list-of-samples": samples,
             "none": (x, None, y),
             "tuple-of-lists": ([x, x.square()], [y]),
+            "list-of-tuples": list(zip(x, y, strict=True)),
+            "list-of-dicts": [{"x": one, "y": other} for one, other in zip(x, y, strict=True)],
+            "single-lists": ([x], [y]),
+            "list-of-tensors": list(torch.cat([x, y], 1)),
         }
         return forms[how]
 
@@ -357,18 +361,30 @@ def unpacked(how: str, batch: Any) -> Pair:
         return torch.stack([sample.x for sample in batch]), torch.stack([sample.y for sample in batch])
     if how == "none":
         return batch[0], batch[2]
-    if how == "tuple-of-lists":
+    if how == "list-of-tuples":
+        return torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])
+    if how == "list-of-tensors":
+        rows = torch.stack(batch)
+        return rows[:, :-1], rows[:, -1:]
+    if how == "list-of-dicts":
+        return torch.stack([one["x"] for one in batch]), torch.stack([one["y"] for one in batch])
+    if how in ("tuple-of-lists", "single-lists"):
         return batch[0][0], batch[1][0]
     if how == "floats":
         return torch.stack(list(batch[0]), 1).double(), torch.stack(list(batch[1]), 1).double()
     return batch[0], batch[1]
 
 
-COLLATED = ("dataclass", "encoding", "strings", "list-of-samples", "none", "tuple-of-lists")
+COLLATED = (
+    *("dataclass", "encoding", "strings", "list-of-samples", "none", "tuple-of-lists"),
+    *("list-of-tuples", "list-of-dicts", "single-lists", "list-of-tensors"),
+)
 
 
 @loop("dict", "namedtuple", "dataclass", "strings", quick=True)
 @loop("nested", "list", "numpy", "floats", "encoding", "list-of-samples", "none", "tuple-of-lists")
+@loop("list-of-tuples", "list-of-dicts")
+@loop("single-lists", "list-of-tensors", outcome=RIGHT | REFUSED)
 def forms(session: Any, how: str) -> Numbers:
     """Train on batches of another form than a pair of tensors."""
     options = {"collate_fn": collate(how)} if how in COLLATED else {}

@@ -244,7 +244,6 @@ class Loop:
 
     def end_data(self) -> None:
         """Record and verify after an epoch's or run's last step (*collective*). A stop waits for `end_epoch`."""
-        self.resumed_at = 0
         self._is_stopping = self.record_steps() or self._is_stopping
         self.confirm()
 
@@ -262,7 +261,7 @@ class Loop:
             self.recorder.record("epoch", step=position.step, epoch=position.epochs, epoch_s=position.epoch_s[-1])
             position.epochs += 1
             position.within, position.passes, position.trained = 0, 0, []
-            self._resumed = None
+            self._resumed, self.resumed_at = None, 0
         if self._evaluation:
             self.recorder.record("eval", **self._evaluation)
             self._evaluation = {}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..checks.digest import digest
 from ..data.share import SharedLoader, state_of
@@ -61,12 +62,27 @@ class FirstStep:
                 f"the data set changes its attribute {', '.join(counts[:3])} as it is read, which no checkpoint holds: "
                 "a resumed run begins it anew, and other ranks count otherwise; let a sample follow from its index"
             )
-        if not self._is_in_epochs and prepared.config.record.output is not None:
+        saves = prepared.config.record.output is not None
+        if (saves or is_cut) and self._has_unprepared_schedule():
+            found.append(
+                "the optimizer has a learning-rate schedule that session.prepare was not given: no checkpoint holds "
+                "it, and it steps in each micro-batch; prepare it with its optimizer"
+            )
+        if not self._is_in_epochs and saves:
             found.append(
                 "this run cannot be resumed, since its loop does not go over session.epochs(…): write `for epoch in "
                 "session.epochs(n)`"
             )
         return found
+
+    def _has_unprepared_schedule(self) -> bool:
+        prepared = self._prepared
+        values = [value for part in prepared.others for value in (part, *getattr(part, "__dict__", {}).values())]
+        groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
+        # torch's schedules note the rate that they began with.
+        return any("initial_lr" in group for group in groups) and not any(
+            isinstance(value, LRScheduler) for value in values
+        )
 
     def _dataset_numbers(self) -> Iterator[tuple[str, Any]]:
         """Yield the numbers among the attributes of the data set. Those of worker processes are not seen."""

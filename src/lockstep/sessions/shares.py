@@ -324,6 +324,8 @@ def samples_in(batch: Any, size: int) -> int | None:
     """Return how many samples the batch holds, of `size` that were collated; None where its parts do not say alike."""
     if isinstance(batch, Mapping):
         parts = list(batch.values())
+    elif isinstance(batch, list) and batch and all(isinstance(part, tuple | Mapping) for part in batch):
+        parts = [batch]  # the samples themselves
     elif isinstance(batch, list | tuple):
         parts = list(batch)
     elif isinstance(batch, Tensor):
@@ -338,4 +340,11 @@ def samples_in(batch: Any, size: int) -> int | None:
     }
     if size in lengths or not lengths:
         return size
-    return lengths.pop() if len(lengths) == 1 else None
+    # The parts may be samples, or lists of tensors over samples: one a view, or a scale.
+    shapes = [part.shape if isinstance(part, Tensor) else None for part in parts]
+    is_uniform = isinstance(batch, list) and len(parts) > 1 and None not in shapes and len(set(shapes)) == 1
+    nested = [part for part in parts if isinstance(part, list | tuple)]
+    inner = {len(tensor) for part in nested for tensor in part if isinstance(tensor, Tensor) and tensor.dim()}
+    if len(lengths) == 1:
+        return None if is_uniform or inner == {size} else lengths.pop()
+    return inner.pop() if len(inner) == 1 else None
