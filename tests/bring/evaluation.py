@@ -71,7 +71,7 @@ def evaluate_within_step(session: Any, how: str) -> Numbers:
 
 
 @loop("list", quick=True)
-@loop("list-small", outcome=RIGHT | REFUSED)
+@loop("list-small", outcome=RIGHT | TOLD)
 @loop("list-first", "cycle")
 def evaluate_by_list(session: Any, how: str) -> Numbers:
     """Read the whole evaluation before computing."""

@@ -96,8 +96,8 @@ class Centred(nn.Module):
         return output
 
 
-@loop("in-place", outcome=RIGHT | TOLD | REFUSED, alone=RIGHT | TOLD, resumed=RIGHT, quick=True)
-@loop("assigned", outcome=RIGHT | TOLD | REFUSED, alone=RIGHT | TOLD, resumed=RIGHT)
+@loop("in-place", outcome=RIGHT | TOLD | REFUSED, alone=RIGHT | TOLD, resumed=RIGHT | TOLD, quick=True)
+@loop("assigned", outcome=RIGHT | TOLD | REFUSED, alone=RIGHT | TOLD, resumed=RIGHT | TOLD)
 def running_centre(session: Any, how: str) -> Numbers:
     """Update a buffer by the share's mean in forward passes."""
     return train(session, trio(session, lambda: Centred(how)))
@@ -232,9 +232,11 @@ class Scaled(nn.Linear):
 
     def get_extra_state(self) -> Any:
         """Return the number in one of several forms."""
-        return {"dict": {"scale": self.scale}, "tensor": torch.tensor(self.scale).double(), "float": self.scale}[
-            self.how
-        ]
+        return {
+            "dict": {"scale": self.scale},
+            "tensor": torch.tensor(self.scale, dtype=torch.float64),
+            "float": self.scale,
+        }[self.how]
 
     def set_extra_state(self, state: Any) -> None:
         """Take the number back."""
@@ -367,7 +369,7 @@ def forward_hooks(session: Any, how: str) -> Numbers:
 
 
 @loop("materialised")
-@loop("prepared-empty", has_plain=False, outcome=RIGHT | REFUSED)
+@loop("prepared-empty", has_plain=False, outcome=REFUSED)
 def lazy_layers(session: Any, how: str) -> Numbers:
     """Train layers that take their shape from the first batch."""
     torch.manual_seed(0)

@@ -40,6 +40,11 @@ def check_plain(model: nn.Module) -> None:
                 "second time: give it the model itself."
             )
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise RequestError(
+                f"session.prepare was given a model whose parameter {name} has no shape yet (a lazy layer): call the "
+                "model on a batch first."
+            )
         if hasattr(parameter, "placements"):
             raise RequestError(
                 f"session.prepare was given a model whose parameter {name} is sharded (a DTensor, as of fully_shard), "

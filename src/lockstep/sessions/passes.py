@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, default_collate
 from ..checkpoint.resume import accumulation
 from ..checks.samples import SampleCounts
 from ..data.share import Micro, SharedLoader
-from ..errors import ProofError, RequestError
+from ..errors import ProofError, RequestError, counted
 from ..exchange import base
 from ..exchange.base import Header
 from ..models.modes import evaluating
+from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
 from ..runs.loop import Loop
 from ..runs.prepared import Source
@@ -45,7 +46,7 @@ class Passes:
         self._evaluations = 0
         self._thread = threading.get_ident()
         self._refusal: RequestError | None = None  # raised in another thread, which may have swallowed it
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_evaluation = False
         self._open_pass: int | None = None  # the last pass over the first source whose iterator exists
 
     @property
@@ -225,6 +226,7 @@ class Passes:
                 self._kept.pop(next(iter(self._kept))).close()
             self._kept[loader] = self.shared(loader, evaluates=True)
         shared, evaluated = self._kept[loader], 0
+        self._warn_of_evaluation(shared)
         before = self.evaluated_share
         check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
         counts = None if check is None else SampleCounts(shared.index_bound)
@@ -257,6 +259,23 @@ class Passes:
             check.end_evaluation(counts, shared.samples or 0, loop.position.step)
         if loop.has_begun:
             loop.start_clock()
+
+    def _warn_of_evaluation(self, shared: SharedLoader) -> None:
+        untracked = [name for model in self._prepared.models.values() for name in sync_batchnorm.untracked(model)]
+        is_small = shared.samples is not None and shared.samples < self._world.size
+        if self._world.size == 1 or self._has_warned_of_evaluation or not (untracked or is_small):
+            return
+        self._has_warned_of_evaluation = True
+        if untracked:
+            self._loop.warn(
+                f"scores depend on the number of ranks: BatchNorm {untracked[0]} keeps no running statistics, and "
+                "evaluates each rank's share by those of the share"
+            )
+        if is_small:
+            self._loop.warn(
+                f"an evaluation has {counted(shared.samples or 0, 'sample')}, fewer than ranks: a rank without one "
+                "computes another's. Sum within the loop by session.sum, which leaves it out"
+            )
 
     def compare(self) -> None:
         """Compare the ranks' samples of each loader (*collective*)."""
