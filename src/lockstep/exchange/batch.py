@@ -111,7 +111,16 @@ class GlobalBatch:
         self._losses[number] = told if divisor is None else told / divisor
 
     def end(self, samples: int, parts: int | None = None) -> None:
-        """End a batch of `samples` over all ranks; with `parts`, only its first backward passes, as many as that."""
+        """End a batch of `samples` over all ranks; with `parts`, only its first backward passes, as many as that.
+
+        Raises `RequestError` where the last micro-batch has lacked a loss of an earlier one.
+        """
+        if parts is None and self._number < len(self._parts):
+            raise RequestError(
+                f"session.backward was called {self._number} times in a global batch's last micro-batch, and "
+                f"{len(self._parts)} times in an earlier one, whose gradients would be lost: call it "
+                "for each loss in each micro-batch, with weight=0 where nothing counts."
+            )
         for loss in self._losses[:parts]:
             if loss is not None:
                 self._loss = loss if self._loss is None else self._loss + loss

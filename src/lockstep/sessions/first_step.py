@@ -24,8 +24,8 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 class FirstStep:
     """The state of the models before the first step."""
 
-    def __init__(self, prepared: Prepared, *, is_in_epochs: bool) -> None:
-        self._prepared, self._is_in_epochs = prepared, is_in_epochs
+    def __init__(self, prepared: Prepared, *, is_in_epochs: bool, is_resumed: bool) -> None:
+        self._prepared, self._is_in_epochs, self._is_resumed = prepared, is_in_epochs, is_resumed
         self._unsaved = dict(_unsaved(prepared.models))
         self._counts = dict(self._dataset_numbers())
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
@@ -88,8 +88,10 @@ class FirstStep:
         """Yield the numbers among the attributes of the data set. Those of worker processes are not seen."""
         source = self._prepared.source
         if isinstance(source, SharedLoader):
-            for name, value in state_of(source.loader.dataset).items():
-                if type(value) in (int, float) and "epoch" not in name:
+            dataset = source.loader.dataset
+            sets_epoch = self._is_resumed or hasattr(dataset, "set_epoch")  # the loop does, from the epoch's number
+            for name, value in state_of(dataset).items():
+                if type(value) in (int, float) and not (sets_epoch and "epoch" in name):
                     yield name, value
 
     def _is_same(self, name: str, buffer: Tensor) -> bool:

@@ -249,7 +249,9 @@ class Session:
             loader.catch_up(self.loop.position.epochs)
         if self.loop.state is not None:
             self._stepper.restore(self.loop.state.meta.get("pending"))
-        self._first_step = FirstStep(self.prepared, is_in_epochs=epochs is not None)
+        self._first_step = FirstStep(
+            self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
+        )
 
     def _at_last(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs) if self._stepper.is_whole else None
