@@ -423,7 +423,7 @@ averaged weights are not compared: runs/prepared.py
 + return self.models if True else
 = unit/test_digest.py::test_statistics_that_are_not_finite_are_not_saved
 weights that are no numbers are saved: runs/prepared.py
-- if names := finite.found(self.world, dict(self._weights()) | dict(self._statistics())):
+- if names := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
 + if False:
 = faults/test_command_failures.py::test_what_goes_wrong_in_the_users_model_is_one_sentence[Exploding]
 a loss that is no number stops nothing: runs/meter.py

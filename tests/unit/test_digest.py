@@ -110,9 +110,9 @@ def test_one_number_that_is_not_finite_is_found_without_the_host_waiting(dtype: 
         with NoReading():
             told = finite.suspect(tensors.values())
         assert bool(told) == (at is not None)
-        assert finite.found(World.alone(), tensors) == ([] if at is None else ["b"])
+        assert finite.find_non_finite(World.alone(), tensors) == ([] if at is None else ["b"])
     large = {"large": torch.full((100,), torch.finfo(dtype).max, dtype=dtype)}
-    assert finite.found(World.alone(), large) == [], "though their squares overflow"
+    assert finite.find_non_finite(World.alone(), large) == [], "though their squares overflow"
 
 
 class Masked(nn.Module):

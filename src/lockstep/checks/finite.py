@@ -33,7 +33,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def found(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
+def find_non_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors, all on one device, that are non-finite on any rank (*collective*)."""
     local_names = not_finite(tensors) if bool(suspect(tensors.values())) else []
     return list(dict.fromkeys(name for names in world.gather(local_names) for name in names))

@@ -110,15 +110,15 @@ class _Samples:
 class SampleCheck:
     """Counts a run's samples; stops the run unless each is computed exactly once."""
 
-    def __init__(self, world: World, size: int, *, before: int = 0, trained: Iterable[Indices] = ()) -> None:
+    def __init__(self, world: World, size: int, *, resumed_samples: int = 0, trained: Iterable[Indices] = ()) -> None:
         """Count training samples with indices in [0, `size`).
 
-        A run resumed within an epoch has already trained `before` of the epoch's samples; this rank counts its part of
-        them, `trained`.
+        A run resumed within an epoch has already trained `resumed_samples` of the epoch's samples; this rank counts
+        its part of them, `trained`.
         """
         self.cost_s = 0.0
         """Seconds that this rank has spent on these checks."""
-        self._world, self._resumed_samples = world, before
+        self._world, self._resumed_samples = world, resumed_samples
         self._counts = SampleCounts(size)
         self._batch: list[Indices] = []
         """Samples of the current global batch."""

@@ -33,7 +33,7 @@ from ..batching import BatchPlan
 from ..errors import LockstepError, RunError, counted
 from ..monitor.failures import one_line, place
 from ..monitor.signals import SIGNALS
-from ..world.random_state import Generators, kept
+from ..world.random_state import Generators, preserve_generators
 from . import counter
 from .ranks import COMPARED, Signature, is_alike, signature
 from .source import Indices
@@ -101,7 +101,7 @@ class Batches:
 
     def _sample(self, keys: counter.UInt64, index: Indices) -> Any:
         """Return the uncollated sample at `index` (1,): a user's collate function may need several samples."""
-        with kept():
+        with preserve_generators():
             getitems = getattr(self.dataset, "__getitems__", None)
             seed(keys, int(index[0]))
             return getitems(index.tolist())[0] if getitems else self._samples(index.tolist())[0]
@@ -179,14 +179,14 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Indices, Any, Any]]:
         size, longest, buffer = self._size, self._plan.global_size, list[Any]()
-        with kept():
+        with preserve_generators():
             if set_epoch := getattr(self.dataset, "set_epoch", None):
                 set_epoch(self._epoch)
             seed(self._keys, 0)
             samples = self._read(iter(self.dataset))
         for step in count():
             answers: list[tuple[Indices, Any, Any]] = []
-            with kept():
+            with preserve_generators():
                 window = [*buffer, *islice(samples, longest - len(buffer))]
                 total = size if len(window) == longest else len(window)
                 batch, buffer = window[:total], window[total:]

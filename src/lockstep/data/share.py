@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from ..batching import BatchPlan, Share
 from ..errors import RequestError
-from ..world.random_state import kept
+from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, Stream, seed
@@ -303,7 +303,7 @@ class SharedLoader:
         for number, generator in enumerate(own):
             generator.manual_seed(counter.key(self._seed, drawn_as, _SAMPLER, number))
         try:
-            with kept():
+            with preserve_generators():
                 seed(counter.keys(GENERATORS, self._seed, drawn_as, _SAMPLER), 0)
                 return np.array([operator.index(each) for each in sampler], np.int64)
         finally:

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 from .. import hardware, user_code
 from ..config.schema import DataConfig, RunConfig
 from ..errors import LockstepError, RequestError, RunError
-from ..world.random_state import kept
+from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, collate_samples, seed
@@ -73,7 +73,7 @@ def build(request: Request) -> Splits:
     keys = counter.keys(GENERATORS, request.seed, _PURPOSE["function"])
 
     def built() -> tuple[dict[str, Any], Splits, dict[str, list[Signature | None]]]:
-        with kept():
+        with preserve_generators():
             seed(keys, 0)  # the function may draw too, to split one set in two say
             datasets = called(request.config)
             for split, dataset in datasets.items():

@@ -24,7 +24,7 @@ from ..models import table as models_table
 from ..models.modes import evaluating
 from ..sessions.session import Session
 from ..training import losses, optim
-from ..world.random_state import kept, seed_all
+from ..world.random_state import preserve_generators, seed_all
 from . import initial
 
 Step = Callable[[nn.Module, Any], Any]
@@ -48,7 +48,7 @@ class OwnStep:
         self._step: Step = user_code.load("--step", config.optim.step)
         self._metric: Step | None = user_code.load("--metric", config.optim.metric) if config.optim.metric else None
         collate = user_code.load("--collate", config.data.collate) if config.data.collate else default_collate
-        with kept():
+        with preserve_generators():
             trained, validated, tested = _given(config)
             each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
             first = list(islice(each, _PROBED))
@@ -127,7 +127,7 @@ class OwnStep:
     @torch.no_grad()
     def _probe(self, batches: list[Any]) -> None:
         """Raise `RequestError` unless the loss of samples adds up over two parts."""
-        with evaluating(self._model), kept():
+        with evaluating(self._model), preserve_generators():
             told = [float(self._asked(self._step(self._model, batch))[0]) for batch in batches]
         if len(told) == 3:
             losses.check_sum(self._name, *told, of=f"{_PROBED} samples")

@@ -20,7 +20,7 @@ class RunChecks:
     """Checks of one run: `replicas`, and `samples` under --ledger."""
 
     def __init__(self, prepared: Prepared, remedy: Callable[[], str], position: Position) -> None:
-        """Set up the checks (*collective*), from `position` on; `remedy` is that of a `ReplicaCheck`."""
+        """Set up the checks (*collective*), from `position` on; `ReplicaCheck` explains `remedy`."""
         config, world, source = prepared.config, prepared.world, prepared.source
         every, copies = config.proof.verify_every, prepared.copies
         self.replicas = ReplicaCheck(
@@ -32,10 +32,10 @@ class RunChecks:
         if source is None or source.samples is None:
             raise RequestError("--ledger counts an epoch's samples, and these data have no known number; leave it out.")
         # Further passes over an epoch's data are not counted.
-        before = source.samples if position.passes else position.within * source.plan.global_size
-        before = min(before, source.samples)
-        trained = _trained(source, world, position.epochs, before)
-        self.samples = SampleCheck(world, source.index_bound, before=before, trained=trained)
+        resumed = source.samples if position.passes else position.within * source.plan.global_size
+        resumed = min(resumed, source.samples)
+        trained = _trained(source, world, position.epochs, resumed)
+        self.samples = SampleCheck(world, source.index_bound, resumed_samples=resumed, trained=trained)
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Return the checks' outcomes so far, as "proof" in summary.json."""
@@ -44,7 +44,7 @@ class RunChecks:
 
 
 def _trained(source: Source, world: World, epoch: int, count: int) -> Iterator[Indices]:
-    """Yield this rank's part of the first `count` samples of `epoch`, which all ranks share out in chunks."""
+    """Yield this rank's chunks of the first `count` samples of `epoch`; the ranks divide them."""
     order = source.epoch_order(epoch)
     for start in islice(range(0, count, CHUNK), world.rank, None, world.size):
         yield order(start, min(start + CHUNK, count))

@@ -193,7 +193,7 @@ class Prepared:
 
         Raises `RunError` where weights or statistics are not finite; other buffers, such as a mask, are not checked.
         """
-        if names := finite.found(self.world, dict(self._weights()) | dict(self._statistics())):
+        if names := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
             raise finite.error(step, names, self.remedy())
         held = optimizer_state(self._all, self.optimizers)
         tensors, extra = dict(held.tensors), dict[str, Any]()

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch
 from .._torch import BatchNorm, TorchDispatchMode
 from ..training.losses import LossFunction
-from ..world.random_state import kept, seed_all
+from ..world.random_state import preserve_generators, seed_all
 from .model_state import ModelState
 
 Off = frozenset[str]
@@ -38,7 +38,7 @@ def switched(model: nn.Module, off: Off, devices: Sequence[torch.device] = ()) -
     """
     state = ModelState(model)
     norms = [each for each in model.modules() if isinstance(each, BatchNorm) and each.training and "statistics" in off]
-    with ExitStack() as stack, kept(devices):
+    with ExitStack() as stack, preserve_generators(devices):
         if "randomness" in off:
             # A mode belongs to a thread, and replicas may compute in threads of their own: hooks on the forward pass.
             for hook in _without_randomness(model):

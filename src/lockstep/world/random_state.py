@@ -102,7 +102,7 @@ def seed_weights(seed: int) -> None:
 
 
 @contextmanager
-def kept(devices: Devices = ()) -> Iterator[None]:
+def preserve_generators(devices: Devices = ()) -> Iterator[None]:
     """Restore the generators' current states after the block."""
     states = Generators.now(devices)
     try:
