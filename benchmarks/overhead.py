@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import RunConfig, World, override
 from lockstep.jobs.job import assemble
-from lockstep.runs.opened import Opened
+from lockstep.runs.opened import OpenRun
 from lockstep.sessions.session import Session
 
 from .harness import Report, interleave, verdict
@@ -146,7 +146,7 @@ def in_session(folder: Path, dataset: Dataset[Any]) -> Callable[[], float]:
     def run() -> float:
         marks = Marks(folder / "session.jsonl")
         try:
-            with Session(config, World.alone(), nullcontext(Opened(config, marks, None))) as session:
+            with Session(config, World.alone(), nullcontext(OpenRun(config, marks, None))) as session:
                 model, optimizer, loader = session.prepare(*_model(), _loader(dataset))
                 for _ in session.epochs(1):
                     for x, y in loader:

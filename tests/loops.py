@@ -18,7 +18,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.record.base import Nothing
 from lockstep.record.console import Notices
-from lockstep.runs.opened import Opened, opened
+from lockstep.runs.opened import OpenRun, open_run
 from lockstep.sessions.session import Session
 from lockstep.world.world import World
 
@@ -29,8 +29,8 @@ def session(world: World, **options: Any) -> Session:
     """Return a session in float64, with a run's folder where `options` name one."""
     config = override(RunConfig(), **{"precision": "fp64", "channels_last": "off"} | options)
     if "output" in options:
-        return Session(config, world, opened(config, world, keys=("seed",), console=Notices()))
-    return Session(config, world, nullcontext(Opened(config, Nothing(), None)))
+        return Session(config, world, open_run(config, world, keys=("seed",), console=Notices()))
+    return Session(config, world, nullcontext(OpenRun(config, Nothing(), None)))
 
 
 def weights(*models: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Training loop of `lockstep train`. Read this file first.
 
-It is a loop over a `Session`, as in a user's script. A `Task` computes the loss of a batch and scores the weights:
-`jobs.classifier.Classifier`, or `jobs.own_step.OwnStep` for a step function of the user. The session divides the global
+The loop uses a `Session` as a user's script does. A `Task` computes the loss of a batch and scores the weights:
+`jobs.classifier.Classifier`, or `jobs.own_step.OwnStep` for a user's step function. The session divides the global
 batch among the ranks, sums the gradients, counts, records, saves and checks. Every rank calls *collective* functions.
 """
 
@@ -25,7 +25,7 @@ from .jobs.own_step import OwnStep
 from .record.base import Recorder
 from .record.console import Terminal
 from .record.result import RunResult
-from .runs.opened import Opened, opened
+from .runs.opened import OpenRun, open_run
 from .sessions.hooks import NO_HOOKS, Hooks
 from .sessions.session import Session
 from .training.optim import Average, gradient_norm, set_lr
@@ -55,8 +55,8 @@ class Task(Protocol):
 
 def run(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult:
     """Claim the run's folder, train, record a summary (*collective*). `hooks` follow the session."""
-    with opened(config, world) as ours:
-        return train(ours.config, world, ours.recorder, state=ours.state, hooks=hooks)
+    with open_run(config, world) as run:
+        return train(run.config, world, run.recorder, state=run.state, hooks=hooks)
 
 
 def train(
@@ -64,15 +64,15 @@ def train(
 ) -> RunResult:
     """Train a classifier as `config` says; return its result (*collective*).
 
-    Checkpoints are written below `config.record.output` if that is set. The run continues from `state`, by default from
-    the checkpoint that `config.checkpoint.resume` names. Raises `RequestError` for impossible requests, `RunError`
-    for a loss that is not finite or weights that could not be written, `ProofError` for replicas that differ or samples
-    that were not trained on once, and `Stopped` after Ctrl-C or SIGTERM, once saved.
+    If `config.record.output` is set, checkpoints go below it. The run continues from `state`, by default the checkpoint
+    in `config.checkpoint.resume`. Raises `RequestError` for impossible requests, `RunError` for a non-finite loss or
+    unwritable checkpoints, `ProofError` for replicas that differ or samples not trained on exactly once, and `Stopped`
+    after Ctrl-C or SIGTERM, once the run is saved.
     """
     loaded = state or resume.load(config, world)
     job = assemble(config, world, continued=loaded)
     try:
-        run = nullcontext(Opened(config, recorder, loaded))
+        run = nullcontext(OpenRun(config, recorder, loaded))
         with Session(config, world, run, prepared=job, hooks=hooks) as session:
             task = Classifier(job, session)
             learn(task, session, config)
@@ -87,10 +87,10 @@ def run_own_step(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> di
     """Train by the step function in `config`; return the last scores (*collective*). Raises as `train` does."""
     if config.parallel.drives_all:
         raise RequestError(
-            f"--strategy {config.parallel.strategy} drives several devices from one process, and a step of your own "
-            f"runs on one; take {registry.per_device()}, or leave it out."
+            f"--strategy {config.parallel.strategy} drives several devices from one process, and a --step function "
+            f"runs on one device; use {registry.per_device()}, or omit --strategy."
         )
-    run = opened(config, world, console=Terminal.detect())
+    run = open_run(config, world, console=Terminal.detect())
     with Session(config, world, run, hooks=hooks) as session:
         task = OwnStep(config, session)
         learn(task, session, config)
@@ -108,7 +108,7 @@ def learn(task: Task, session: Session, config: RunConfig) -> None:
 
 
 def train_share(task: Task, session: Session, batch: Any, clip: float | None) -> None:
-    """Train on this rank's share of a micro-batch. Steps after a batch's last one; the host waits for nothing."""
+    """Train on this rank's share of a micro-batch; step after a batch's last. The host never waits for the device."""
     session.world.progress.enter("forward")
     outputs = task.backward(batch)
     if not session.is_last:

@@ -20,7 +20,7 @@ from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RunError
 from lockstep.record.console import Notices
-from lockstep.runs.opened import opened
+from lockstep.runs.opened import open_run
 from lockstep.sessions.hooks import Hooks
 from lockstep.sessions.script import Script
 from lockstep.sessions.session import Session
@@ -101,7 +101,7 @@ def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_pat
 
 def _without_loader(config: RunConfig, world: World, hooks: Hooks) -> None:
     """Train by a loop that makes its own batches, of five steps, beyond which its schedule has no learning rate."""
-    run = opened(config, world, keys=("seed",), console=Notices())
+    run = open_run(config, world, keys=("seed",), console=Notices())
     with Session(config, world, run, hooks=hooks) as session:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,7 +142,7 @@ class Dropping(nn.Module):
 
 def _mixing(config: RunConfig, world: World, hooks: Hooks) -> None:
     """Train a net with dropout on samples mixed by MixUp."""
-    run = opened(config, world, keys=("seed",), console=Notices())
+    run = open_run(config, world, keys=("seed",), console=Notices())
     with Session(config, world, run, hooks=hooks) as session:
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(68, 6, 16, generator=generator), torch.arange(68) % 4)

@@ -38,8 +38,8 @@ def net(classes: int = 10, seed: int = 0) -> nn.Module:
     return table.build_for("resnet8", classes=classes, shape=(1, 8, 8))
 
 
-def begun(model: nn.Module, path: object, name: str = "resnet8") -> initial.Taken:
-    taken = initial.load(ModelConfig(name=name, init_from=str(path)), model, World.alone())
+def begun(model: nn.Module, path: object, name: str = "resnet8") -> initial.InitialWeights:
+    taken = initial.load_weights(ModelConfig(name=name, init_from=str(path)), model, World.alone())
     assert taken is not None
     return taken
 
@@ -72,7 +72,7 @@ def test_a_file_of_weights_is_taken_whole(name: str, tmp_path: Path) -> None:
     assert taken.taken == list(theirs)
     assert ("averaged" in taken.source) == ("averaged" in name)
     assert len(taken.lines()) == 1
-    assert initial.load(ModelConfig(), model, World.alone()) is None
+    assert initial.load_weights(ModelConfig(), model, World.alone()) is None
 
 
 def test_what_does_not_fit_stays_as_drawn_and_is_told(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_what_does_not_fit_stays_as_drawn_and_is_told(tmp_path: Path) -> None:
     assert set(taken.taken) == drawn.keys() - kept
     assert taken.lines() == [
         f"weights from {tmp_path / 'w.pt'}: {len(taken.taken)} of the model's {len(drawn)} tensors",
-        "2 of another shape there, and so as drawn: classifier.bias is (7,), the model's is (10,), "
+        "2 of another shape there, initialized from the seed: classifier.bias is (7,), the model's is (10,), "
         "classifier.weight is (7, 64), the model's is (10, 64)",
-        "1 not there, and so as drawn: stem.0.weight",
-        "1 not in the model, and left out: head.weight",
+        "1 not there, initialized from the seed: stem.0.weight",
+        "1 not in the model, ignored: head.weight",
     ]
 
 
@@ -194,7 +194,7 @@ def test_a_batchnorm_without_parameters_is_held_by_its_name_or_what_stands_besid
     initial.freeze(model, patterns)
     model(torch.randn(8, 4))
     assert (int(body[1].get_buffer("num_batches_tracked")) == 0) == is_held
-    (line,) = initial.reached(model, override(RunConfig(), freeze=patterns))
+    (line,) = initial.describe_patterns(model, override(RunConfig(), freeze=patterns))
     assert ("statistics of 1 layer" in line) == (patterns[0] in ("body.*", "body.1", "*.weight"))
 
 
@@ -231,9 +231,9 @@ def test_patterns_that_cannot_be_meant_are_refused() -> None:
 def test_how_much_each_pattern_reached_is_told() -> None:
     model = net()
     wanted = override(RunConfig(), freeze=["stem.*", "stages.0.*"], lr_scale=["classifier.bias=10", "classifier.*=3"])
-    assert initial.reached(model, RunConfig()) == []
+    assert initial.describe_patterns(model, RunConfig()) == []
     initial.freeze(model, wanted.model.freeze)
-    assert initial.reached(model, wanted) == [
+    assert initial.describe_patterns(model, wanted) == [
         "frozen by stem.*: 3 tensors with 176 weights",
         "frozen by stages.0.*: 6 tensors with 4,672 weights",
         "learning rate × 10 by classifier.bias: 1 tensor with 10 weights",

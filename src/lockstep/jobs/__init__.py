@@ -1,1 +1,1 @@
-"""Jobs of `lockstep train`: a config made into model, data, optimizers, loss and scores."""
+"""Jobs of `lockstep train`: model, data, optimizers, loss and scores of a config."""

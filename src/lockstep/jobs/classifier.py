@@ -1,4 +1,4 @@
-"""Scores of a job's model, during training and for `lockstep eval`. The latter also by class and by sample."""
+"""Classification: loss and scores during training, and scores for `lockstep eval`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from .job import Job, assemble
 if TYPE_CHECKING:
     from ..data.source import Source as Data
 
-_PROBED = 8  # samples on which a user's loss is checked
-_WANTED = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
+_PROBE_SAMPLES = 8  # for the check of a user's loss
+_CONTRACT = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 
 
 class Classifier:
@@ -48,12 +48,12 @@ class Classifier:
         self.optimizers, self.average, self.lr = job.optimizers, job.average, job.lr
         self.result: RunResult | None = None  # once the run has ended
         self._job, self._session, self._loop = job, session, session.loop
-        self._has_mean = ":" not in job.config.optim.loss  # a user's loss is asked for sums alone
+        self._has_mean = ":" not in job.config.optim.loss  # a user's loss returns sums only
 
     def begin(self) -> None:
-        """Begin the run, check the user's loss (*collective*)."""
+        """Begin the run, and check the user's loss (*collective*)."""
         job = self._job
-        self._loop.begin(job.config.epochs, _facts_of(job), self._come_to)
+        self._loop.begin(job.config.epochs, describe_job(job), self._summarize)
         if ":" in job.config.optim.loss:
             job.world.together(self._check_loss)
 
@@ -68,42 +68,42 @@ class Classifier:
         self._session.backward(loss, batch=x)
         return logits.detach(), y
 
-    def _first(self) -> Micro:
+    def _first_share(self) -> Micro:
         with contextlib.closing(self._job.micros(0)) as micros:
             return next(micros)
 
     def _check_loss(self) -> None:
-        """Raise `RequestError` unless the user's loss sums over samples. Probes the run's first samples."""
+        """Raise `RequestError` unless the user's loss sums over samples; probe the run's first samples."""
         job, name = self._job, f"--loss {self._job.config.optim.loss}"
-        x, y = (part[:_PROBED] for part in self._first().batch)
+        x, y = (part[:_PROBE_SAMPLES] for part in self._first_share().batch)
         with evaluating(job.model), job.precision.autocast():
             with torch.no_grad():
-                logits, told = job.model(x), [0.0, 0.0, 0.0]
+                logits, totals = job.model(x), [0.0, 0.0, 0.0]
             logits.requires_grad_()
             for number, part in enumerate((slice(None), slice(1), slice(1, None))):
                 if len(y[part]):
                     try:  # on a copy: a loss may work in place
-                        found = job.loss_fn(logits[part].clone(), y[part], reduction="sum")
+                        total = job.loss_fn(logits[part].clone(), y[part], reduction="sum")
                     except Exception as error:
-                        raise RequestError(f"{name} {user_code.raised(error)}; {_WANTED}.") from error
-                    losses.check_number(name, found, _WANTED)
-                    told[number] = float(found.detach())
-        losses.check_sum(name, *told, of=f"{len(y)} samples (scores {tuple(logits.shape)}, labels {tuple(y.shape)})")
+                        raise RequestError(f"{name} {user_code.raised(error)}; {_CONTRACT}.") from error
+                    losses.check_number(name, total, _CONTRACT)
+                    totals[number] = float(total.detach())
+        losses.check_sum(name, *totals, of=f"{len(y)} samples (scores {tuple(logits.shape)}, labels {tuple(y.shape)})")
 
     def evaluate(self) -> None:
-        """Score the weights on the set for choosing `best` (*collective*)."""
+        """Score the weights on the data set that chooses `best` (*collective*)."""
         data, position = self._job.data, self._loop.position
-        scores = self._scored(data.judged, epoch=position.epochs)
+        scores = self._score(data.judged, epoch=position.epochs)
         self._loop.judge(scores.top1, scores, on=data.best_on)
 
-    def _scored(self, source: Data, **told: Any) -> Scores:
-        """Return the scores on `source` (*collective*). Raises `Stopped` after a stop request."""
+    def _score(self, source: Data, **fields: Any) -> Scores:
+        """Return the scores on `source`; record its evaluation with `fields` (*collective*). Raises `Stopped`."""
         loop, check = self._loop, self._loop.checks.samples
-        loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **told)
+        loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **fields)
         counts = None if check is None else SampleCounts(len(source))
-        how: dict[str, Any] = {} if counts is None else {"note": counts.add}
-        how["warn"] = lambda text: loop.recorder.record("warning", text=text)
-        scores = scored(self._job, source, stop=lambda: loop.stop.asked, **how)
+        callbacks: dict[str, Any] = {} if counts is None else {"note": counts.add}
+        callbacks["warn"] = lambda text: loop.recorder.record("warning", text=text)
+        scores = score_job(self._job, source, stop=lambda: loop.stop.asked, **callbacks)
         if scores is None:
             raise loop.stopped()
         if check is not None and counts is not None:
@@ -115,11 +115,11 @@ class Classifier:
         loop, data = self._loop, self._job.data.test
         step = loop.position.step
         epoch = (step - 1) // self._job.steps()
-        scores = dataclasses.asdict(self._scored(data, epoch=epoch, of=weights))
+        scores = dataclasses.asdict(self._score(data, epoch=epoch, of=weights))
         loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
         return {"step": of_step} | scores
 
-    def _come_to(self) -> dict[str, Any]:
+    def _summarize(self) -> dict[str, Any]:
         """Return the run's result with test scores (*collective*). Raises `Stopped`."""
         job, loop, meter, position = self._job, self._loop, self._loop.meter, self._loop.position
         assert position.scores is not None
@@ -131,8 +131,8 @@ class Classifier:
                 step = loop.load_best()
                 best = {} if step is None else self._test("best", step)
         peak = meter.telemetry.peak_memory_bytes()
-        own = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
-        host, device = job.world.sum(own).tolist()
+        peak_bytes = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
+        host, device = job.world.sum(peak_bytes).tolist()
         measured: dict[str, Any] = {}
         if meter.images:
             p50_s, p95_s = meter.clock.percentiles(50, 95)
@@ -154,28 +154,27 @@ class Classifier:
         return self.result.as_json()
 
 
-def _facts_of(job: Job) -> dict[str, Any]:
-    """Return a job's facts for the `start` event."""
-    data, taken, device = job.data, job.taken, job.world.device
-    held, best = counted(len(data.judged), "sample"), data.best_on
+def describe_job(job: Job) -> dict[str, Any]:
+    """Return the fields of a job in the `start` event."""
+    data, initial_weights, device = job.data, job.initial_weights, job.world.device
+    samples, best = counted(len(data.judged), "sample"), data.best_on
     if data.validation is None:
-        lines = [f"best is chosen on the {best} ({held}): there is no validation set, and --holdout makes one"]
+        lines = [f"best is chosen on the {best} ({samples}): there is no validation set, and --holdout makes one"]
     else:
         sizes = f"training {job.samples:,}, test {len(data.test):,}, evaluated at the end"
-        lines = [f"best is chosen on the {best} ({held}; {sizes})"]
+        lines = [f"best is chosen on the {best} ({samples}; {sizes})"]
     if job.precision.name == "fp32" and precision.resolve("auto", device) == "bf16":
-        what = "this GPU has bfloat16 units"
+        units = "this GPU has bfloat16 units"
         if device.type == "cpu":
-            what = f"this processor has bfloat16 units ({hardware.bf16_units()})"
-        lines.append(
-            f"{what}, which fp32 leaves idle: --precision bf16 may be faster, and is another model in its last digits"
-        )
+            units = f"this processor has bfloat16 units ({hardware.bf16_units()})"
+        lines.append(f"{units}, which fp32 leaves idle: --precision bf16 may be faster; the results differ by rounding")
     lines += data.cautions
     sources = [source for source in (data.train, data.validation, data.test) if source is not None]
     if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):
-        lines.append(f"left out, since they cannot be decoded: {counted(len(files), 'image')}, {', '.join(files[:3])}")
+        lines.append(f"skipped images that cannot be decoded: {len(files):,}, such as {', '.join(files[:3])}")
+    described = initial_weights.lines() if initial_weights else ()
     return {
-        "lines": [*lines, *(taken.lines() if taken else ()), *initial.reached(job.model, job.config)],
+        "lines": [*lines, *described, *initial.describe_patterns(job.model, job.config)],
         "chosen": {
             "strategy": job.method.name,
             "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
@@ -184,19 +183,19 @@ def _facts_of(job: Job) -> dict[str, Any]:
         "best_on": best,
         "shape": list(data.train.shape),
         "classes": job.config.model.classes or data.train.classes,
-        **({} if taken is None else {"init": dataclasses.asdict(taken)}),
+        **({} if initial_weights is None else {"init": dataclasses.asdict(initial_weights)}),
     }
 
 
-def scored(job: Job, source: Data, **how: Any) -> Scores | None:
+def score_job(job: Job, source: Data, **options: Any) -> Scores | None:
     """Return `evaluate`'s scores of the job's model or average (*collective*)."""
     models = list(job.groups.values())
     for model in models:
         if job.batchnorm != "sync":
             job.world.broadcast(list(model.buffers()))
-    how |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
+    options |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
     batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
-    return evaluate(models[-1], source, job.world, batch=batch, **how)
+    return evaluate(models[-1], source, job.world, batch=batch, **options)
 
 
 def evaluate_checkpoint(
@@ -208,11 +207,11 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Return the exact scores of the checkpoint in `config.checkpoint.resume` (*collective*).
 
-    Each sample's prediction is written to the CSV file `predictions`.
+    Writes each sample's prediction to the CSV file `predictions`. Raises `RequestError` for a split that the data lack.
     """
     loaded = resume.load(config, world, keys=resume.EVALUATED)
     assert loaded is not None, "the command names a checkpoint"
-    # An evaluation has no global batch that would have to be split; each rank takes this many samples at once.
+    # An evaluation splits no global batch; each rank takes this many samples at once.
     size = (config.batch.eval_batch or -(-config.batch.size // world.size)) * world.size
     batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch=None, drop_last=False)
     config = dataclasses.replace(config, batch=batch, data=dataclasses.replace(config.data, augment=()))
@@ -221,36 +220,36 @@ def evaluate_checkpoint(
         source: Data | None = getattr(job.data, split)
         if source is None:
             raise RequestError(
-                f"--split validation: --data {config.data.name} has no validation set, and the run held none out "
-                "(--holdout); give --split test or --split train."
+                f"--split validation: --data {config.data.name} has no validation set, and the run made none by "
+                "--holdout; give --split test or --split train."
             )
         job.load_weights(loaded)
-        own: list[Tensor] = []
+        rank_rows: list[Tensor] = []
         warnings = [*job.data.cautions]
-        scores = scored(job, source, predictions=own, warn=warnings.append)
-        assert scores is not None, "nobody stops it"
-        none = torch.empty(0, 4, dtype=torch.float64, device=world.device)
-        rows = torch.cat(world.gather_variable_length(torch.cat(own or [none]))).cpu().numpy()
+        scores = score_job(job, source, predictions=rank_rows, warn=warnings.append)
+        assert scores is not None, "an evaluation without `stop` was stopped"
+        empty = torch.empty(0, 4, dtype=torch.float64, device=world.device)
+        rows = torch.cat(world.gather_variable_length(torch.cat(rank_rows or [empty]))).cpu().numpy()
         assert np.array_equal(rows[:, 0], np.arange(len(source))), "not each sample once, in index order"
-        told = {
+        report = {
             "checkpoint": shown(loaded.origin),
             "step": loaded.meta["step"],
             "split": split,
             **dataclasses.asdict(scores),
-            "classes": _by_class(rows, job.data.train.classes, job.data.names),
+            "classes": _score_classes(rows, job.data.train.classes, job.data.names),
             "warnings": warnings,
             "covers": f"every number: each sample of the {split} set once, by all ranks",
         }
-        numbers = getattr(source, "indices", rows[:, 0])  # of a part, those of the whole set
+        numbers = getattr(source, "indices", rows[:, 0])  # indices in the whole data set, also for a subset
         if predictions is not None:
             world.together(lambda: _write(predictions, rows, numbers, source.files) if world.is_main else None)
-        return told
+        return report
     finally:
         job.data.close()
 
 
-def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return each class's samples and top1 (None without samples). Rows are (index, label, predicted, …)."""
+def _score_classes(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return each class's samples and top1 (None without samples). Rows are (index, label, prediction, …)."""
     labels, is_hit = rows[:, 1].astype(np.int64), rows[:, 1] == rows[:, 2]
     samples, hits = (np.bincount(labels[chosen], minlength=classes).tolist() for chosen in (slice(None), is_hit))
     return [
@@ -261,13 +260,13 @@ def _by_class(rows: np.ndarray, classes: int, names: tuple[str, ...]) -> list[di
 
 
 def _write(predictions: Path, rows: np.ndarray, numbers: np.ndarray, files: tuple[str, np.ndarray] | None) -> None:
-    """Write a line per sample. `numbers` (n,) are its indices in the whole set, and in `files` if any."""
+    """Write a CSV line per sample. `numbers` (n,) are the samples' indices in the whole set and in `files`."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(("index", "label", "predicted", "probability", *(("file",) if files else ())))
-    for number, (_, label, predicted, probability) in zip(numbers.tolist(), rows.tolist(), strict=True):
+    for number, (_, label, prediction, probability) in zip(numbers.tolist(), rows.tolist(), strict=True):
         file = (f"{files[0]}/{os.fsdecode(files[1][int(number)])}",) if files else ()
-        lines.writerow((*map(int, (number, label, predicted)), repr(probability), *file))
+        lines.writerow((*map(int, (number, label, prediction)), repr(probability), *file))
     try:
         check_own(predictions)
         write_whole(predictions, os.fsencode(text.getvalue()))

@@ -1,4 +1,4 @@
-"""Assembly of a classifier's training job. Builds every part from a config and a world."""
+"""Assembly of a classifier's training job from a config and a world."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.random_state import seed_all, seed_weights
 from ..world.world import World
-from .initial import Taken, freeze
-from .initial import load as load_weights
+from .initial import InitialWeights, freeze, load_weights
 
 if TYPE_CHECKING:
     from ..data.source import Fetched, Splits
@@ -47,16 +46,16 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Job(Prepared):
-    """A classifier's training job: a session's parts, its data and its loss. It is the source of its batches."""
+    """A classifier's training job: a session's parts, its data and its loss. Yields its own batches."""
 
     method: Method
     replica: nn.Module
-    """What is called in place of `model`: it may split its input over several devices."""
+    """Module to call in place of `model`; may split its input over several devices."""
     plan: BatchPlan
     data: Splits
     lr: Callable[[int], float]
     loss_fn: LossFunction
-    taken: Taken | None  # source of a new run's weights, if not the seed alone
+    initial_weights: InitialWeights | None  # of a new run, if not from the seed alone
 
     @property
     def source(self) -> Source:
@@ -70,7 +69,7 @@ class Job(Prepared):
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """The devices that this process computes on."""
+        """Devices that this process computes on."""
         return self.method.devices
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
@@ -87,23 +86,23 @@ class Job(Prepared):
 
     @property
     def index_bound(self) -> int:
-        """An exclusive upper bound of the sample indices."""
+        """Exclusive upper bound of the sample indices."""
         return self.samples
 
     def loss(self, x: Tensor, y: Tensor, *, reduction: str = "sum") -> tuple[Tensor, Tensor]:
-        """Return the loss, and the logits. x is (n, …), y (n,)."""
+        """Return (loss, logits). x is (n, …), y (n,), logits (n, classes)."""
         with self.precision.autocast():
             logits = self.replica(x)
             return self.loss_fn(logits, y, reduction=reduction), logits
 
     def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Compute the gradients of a batch of `count` samples. `shares`: (x, y) of each micro-batch, none empty."""
+        """Compute the gradients of a batch of `count` samples. `shares` are each micro-batch's (x, y), n > 0."""
         batch, part = list(shares), Part()
         for number, (x, y) in enumerate(batch, start=1):
             loss, _ = self.loss(x, y)
-            last = number == len(batch)
+            is_last = number == len(batch)
             run = partial(self.precision.backward, loss, 1 / count)
-            self.exchange.backward(Pass(run, part, Header(BACKWARD, number), 0.0, last))
+            self.exchange.backward(Pass(run, part, Header(BACKWARD, number), 0.0, is_last))
 
     def steps(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -114,11 +113,11 @@ class Job(Prepared):
         return Order(self.samples, seed=self.config.seed, epoch=epoch)
 
     def epoch_order(self, epoch: int) -> Callable[[int, int], np.ndarray]:
-        """Return the order of `epoch`, as a function from [start, stop) to the samples there."""
+        """Return the order of `epoch`: a function from positions [start, stop) to sample indices."""
         return self.order(epoch).indices
 
     def indices(self, step: int) -> list[np.ndarray]:
-        """Return this rank's sample indices at `step`, by micro-batch. Indices are those of the whole data set."""
+        """Return this rank's sample indices at `step`, by micro-batch. Indices refer to the whole data set."""
         epoch, within = divmod(step, self.steps())
         order = self.order(epoch)
         shares = self.plan.split(*self.plan.batch(within, self.samples), self.world.rank)
@@ -129,11 +128,11 @@ class Job(Prepared):
     def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Generator[Micro, None, None]:
         """Yield this rank's shares of an epoch's micro-batches. `Micro.batch` is (x, y); `first` is the first step."""
         order, drop_last = self.order(epoch), self.config.batch.drop_last
-        # One at a time, here and where they are read ahead: an epoch of 10⁹ samples has millions of steps.
+        # Lazily, also for reading ahead: an epoch of 10⁹ samples has millions of steps.
         shares, ahead = (
             self.plan.shares(self.samples, self.world.rank, first=first, drop_last=drop_last) for _ in range(2)
         )
-        stream = self.data.train.stream((order.indices(one.start, one.stop) for one in ahead), epoch=epoch)
+        stream = self.data.train.stream((order.indices(share.start, share.stop) for share in ahead), epoch=epoch)
         try:
             yield from map(_micro, shares, stream)
         finally:
@@ -152,23 +151,23 @@ def assemble(
     evaluated: State | None = None,
     data: Splits | None = None,
 ) -> Job:
-    """Return the job that `config` asks for (*collective*). Raises `RequestError` where the config is impossible.
+    """Build the job of `config` (*collective*). Raises `RequestError` for an impossible config.
 
-    A `continued` run keeps its accumulation, unless --micro-batch forbids shares so large. For an evaluation, the model
-    is built only where the `evaluated` weights fit. `data` may be another job's, already built.
+    A `continued` run keeps its accumulation, unless --micro-batch forbids such large shares. For an evaluation, the
+    model is built only if the `evaluated` weights fit. `data` reuses another job's data sets.
     """
     world.progress.enter(SETUP)
-    asked = config.batch
+    requested = config.batch
     method = methods.build(config.parallel, world)
     precision = Precision.of(config.precision, world.device)
     precision.set_up_recipe(deterministic=config.precision.deterministic)
-    if found := world.find_mismatch({"devices": len(method.devices), "precision": precision.name}):
+    if mismatch := world.find_mismatch({"devices": len(method.devices), "precision": precision.name}):
         raise RequestError(
-            f"Rank {found[0]} has {found[1]}, and ranks share out a batch evenly, in one arithmetic: give every rank "
-            "as many devices, by --devices or --gpus, and name one --precision."
+            f"Rank {mismatch[0]} has {mismatch[1]}, and all ranks need the same number of devices and the same "
+            "precision: set --devices or --gpus alike on every rank, and name one --precision."
         )
     devices = len(method.devices) if evaluated is None else 1
-    plan = _plan(asked, resume.accumulation(continued, config), world.size, devices)
+    plan = _solve_plan(requested, resume.accumulation(continued, config), world.size, devices)
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
@@ -177,26 +176,26 @@ def assemble(
             data = data.matched(saved.meta.get("names", []), shown(saved.origin))
             data = data.compared(saved.meta.get("contents", {}))
     train, classes = data.train, config.model.classes or data.train.classes
-    steps = plan.steps(len(train), drop_last=asked.drop_last)
+    steps = plan.steps(len(train), drop_last=requested.drop_last)
     if steps == 0:
         raise RequestError(
             f"--drop-last leaves no step: the training set has {len(train)} samples and the global batch is "
-            f"{asked.size}; use --batch {len(train)} or less."
+            f"{requested.size}; use --batch {len(train)} or less."
         )
-    model = _model(config, data, classes, evaluated)
+    model = _build_model(config, data, classes, evaluated)
     loss_fn = losses.build(config.optim)
-    batchnorm = _batchnorm(config, method, model)
+    batchnorm = _choose_batchnorm(config, method, model)
     if batchnorm == "sync":
         model = sync_batchnorm.convert(model, world)
     if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
         model = sync_batchnorm.fold(model)
     cautions = precision.cautions(model)
     model = precision.place(model, world.device)
-    # A checkpoint has all weights; the file that the run began with may be gone.
-    taken = load_weights(config.model, model, world) if continued is None and evaluated is None else None
-    if taken is not None and len(taken.names) == len(data.names):
+    # A checkpoint has all weights; the file of --init-from may be gone.
+    loaded = load_weights(config.model, model, world) if continued is None and evaluated is None else None
+    if loaded is not None and len(loaded.names) == len(data.names):
         data = data.matched(
-            taken.names, taken.source, ", or name its file model.safetensors to take its weights anyway"
+            loaded.names, loaded.source, ", or name its file model.safetensors to take its weights anyway"
         )
     with precision.autocast():
         trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype)
@@ -207,7 +206,7 @@ def assemble(
     replica = replicas.replicate(model, method.devices, method.name)
     method.exchange.attach(model)
     optimizers = optim.build(model, config.optim)
-    # From here on the generators serve the model's own randomness alone, which each rank draws for itself.
+    # From here on the generators serve the model's own randomness alone, which differs between ranks.
     seed_all(config.seed, world.rank, devices=method.devices)
     return Job(
         *(config, world, precision, method.exchange, {"model": model}, optimizers),
@@ -220,42 +219,42 @@ def assemble(
         data=data,
         lr=optim.rate(config, plan.global_size, steps),
         loss_fn=loss_fn,
-        taken=taken,
+        initial_weights=loaded,
         cautions=cautions,
         contents=data.contents,
     )
 
 
-def _plan(asked: BatchConfig, accumulation: int | None, ranks: int, devices: int) -> BatchPlan:
-    """Return the batch plan. A continued run keeps its `accumulation` where --micro-batch allows."""
+def _solve_plan(requested: BatchConfig, accumulation: int | None, ranks: int, devices: int) -> BatchPlan:
+    """Return the batch plan. A continued run keeps its `accumulation` if --micro-batch allows that."""
     if accumulation is not None:
-        kept = BatchPlan.solve(asked.size, ranks, accumulation=accumulation, devices=devices)
-        if asked.micro_batch is None or kept.largest_share <= asked.micro_batch:
-            return kept
-    sizes = {"micro_size": asked.micro_batch, "accumulation": asked.accumulate}
-    return BatchPlan.solve(asked.size, ranks, **sizes, devices=devices)
+        plan = BatchPlan.solve(requested.size, ranks, accumulation=accumulation, devices=devices)
+        if requested.micro_batch is None or plan.largest_share <= requested.micro_batch:
+            return plan
+    sizes = {"micro_size": requested.micro_batch, "accumulation": requested.accumulate}
+    return BatchPlan.solve(requested.size, ranks, **sizes, devices=devices)
 
 
-def _model(config: RunConfig, data: Splits, classes: int, evaluated: State | None) -> nn.Module:
+def _build_model(config: RunConfig, data: Splits, classes: int, evaluated: State | None) -> nn.Module:
     """Build the model, draw its weights, freeze parameters."""
     name, shape = config.model.name, data.train.shape
     if evaluated is not None and ":" not in name:
-        with torch.device("meta"):  # no memory: a foreign run may name a model of any size
+        with torch.device("meta"):  # uses no memory: a foreign run may name a model of any size
             check_fits(models_table.build_for(name, classes=classes, shape=shape), evaluated.part("model"))
-    seed_weights(config.seed)  # every rank draws the same ones
+    seed_weights(config.seed)  # alike on every rank
     model = models_table.build_for(name, classes=classes, shape=shape)
     trial.check_parts(name, model)
     freeze(model, config.model.freeze)
     if untracked := sync_batchnorm.untracked(model):
         raise RequestError(
-            f"--model {name} has batch norms without running statistics ({', '.join(untracked[:3])}), with which an "
-            "evaluation depends on how the samples fall into batches and on the number of ranks; give them "
-            "track_running_stats=True, or use another norm."
+            f"--model {name} has BatchNorm layers without running statistics ({', '.join(untracked[:3])}): its scores "
+            "would depend on the evaluation batches and the number of ranks; set track_running_stats=True, or use "
+            "another norm."
         )
     return model
 
 
-def _batchnorm(config: RunConfig, method: Method, model: nn.Module) -> str:
+def _choose_batchnorm(config: RunConfig, method: Method, model: nn.Module) -> str:
     """Return the kind of batch statistics: sync, local or none."""
     parallel = config.parallel
     if parallel.batchnorm == "sync" and not method.can_sync_batchnorm:
@@ -263,14 +262,14 @@ def _batchnorm(config: RunConfig, method: Method, model: nn.Module) -> str:
             f"--batchnorm sync cannot work under --strategy {method.name}, whose replicas compute their own batch "
             f"statistics in one process; use --batchnorm local, or --strategy {registry.per_device()}."
         )
-    if not any(isinstance(each, BatchNorm) and each.training for each in model.modules()):
-        return "none"  # the frozen ones are as in an evaluation
+    if not any(isinstance(module, BatchNorm) and module.training for module in model.modules()):
+        return "none"  # frozen layers use their running statistics
     if parallel.batchnorm != "local" and method.can_sync_batchnorm:
         return "sync"
     if parallel.nodes != parallel.most_nodes:
-        way = "--batchnorm sync" if method.can_sync_batchnorm else f"--strategy {registry.per_device()}"
+        remedy = "--batchnorm sync" if method.can_sync_batchnorm else f"--strategy {registry.per_device()}"
         raise RequestError(
-            f"--nodes {parallel.nodes_asked} lets the number of nodes change, and batch statistics of each replica "
-            f"make the model depend on it; use {way}, a model without batch statistics, or a fixed number of nodes."
+            f"--nodes {parallel.nodes_asked} lets the number of nodes change, and batch statistics per replica make "
+            f"the model depend on it; use {remedy}, a model without batch statistics, or a fixed number of nodes."
         )
     return "local"

@@ -1,7 +1,7 @@
-"""`lockstep train --step`: any task, by the user's own training step.
+"""`lockstep train --step`: any task, by the user's step function.
 
-The loop is that of `trainer`. The step takes the model and a batch, made by the data set and the collate function, and
-returns the sum of the loss over the batch. The session computes the mean over the global batch, and its gradient.
+The step takes the model and a batch of the data set and collate function, and returns the loss summed over the batch.
+The session computes the mean over the global batch, and its gradient. `trainer` has the loop.
 """
 
 from __future__ import annotations
@@ -28,60 +28,60 @@ from ..world.random_state import preserve_generators, seed_all
 from . import initial
 
 Step = Callable[[nn.Module, Any], Any]
-"""step(model, batch) -> the sum of the loss over the batch (0-dim), or (that, the number of things it is a sum over)"""
-_PROBED = 4
-_WANTED = (
+"""step(model, batch) -> the loss summed over the batch (0-dim), or (that sum, its number of terms)"""
+_PROBE_SAMPLES = 4
+_CONTRACT = (
     'it returns the sum of the loss over the batch (reduction="sum"), one number, or that and the number of things it '
     "is a sum over"
 )
 
 
 class OwnStep:
-    """Task of a user's own training step (see `trainer.Task`)."""
+    """Training task of a user's step function (see `trainer.Task`)."""
 
     average: optim.Average | None = None
 
     def __init__(self, config: RunConfig, session: Session) -> None:
-        """Build data and model, and check the step (*collective*)."""
-        self.scores: dict[str, float] = {}  # the last ones
+        """Build data and model, and check the step (*collective*). Raises `RequestError`."""
+        self.scores: dict[str, float] = {}  # of the last evaluation
         self._config, self._session, self._name = config, session, f"--step {config.optim.step}"
         self._step: Step = user_code.load("--step", config.optim.step)
         self._metric: Step | None = user_code.load("--metric", config.optim.metric) if config.optim.metric else None
         collate = user_code.load("--collate", config.data.collate) if config.data.collate else default_collate
         with preserve_generators():
-            trained, validated, tested = _given(config)
-            each = trained if isinstance(trained, IterableDataset) else map(trained.__getitem__, range(len(trained)))
-            first = list(islice(each, _PROBED))
-            if not isinstance(trained, IterableDataset):
-                session.prepared.contents = {"train": users.content(config, trained, session.world)}
-        model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_shape(first))
+            train, validation, test = _load_data(config)
+            samples = train if isinstance(train, IterableDataset) else map(train.__getitem__, range(len(train)))
+            first = list(islice(samples, _PROBE_SAMPLES))
+            if not isinstance(train, IterableDataset):
+                session.prepared.contents = {"train": users.content(config, train, session.world)}
+        model = models_table.build_for(config.model.name, classes=config.model.classes or 1, shape=_sample_shape(first))
         initial.freeze(model, config.model.freeze)
-        loader = _loader(config, trained, collate, shuffle=not isinstance(trained, IterableDataset))
+        loader = _make_loader(config, train, collate, shuffle=not isinstance(train, IterableDataset))
         self._model, self.batches = session.prepare(model, loader)
-        taken = initial.load(config.model, self._model, session.world) if session.loop.state is None else None
-        self._lines = [*(taken.lines() if taken else []), *initial.reached(self._model, config)]
+        weights = initial.load_weights(config.model, self._model, session.world) if session.loop.state is None else None
+        self._lines = [*(weights.lines() if weights else []), *initial.describe_patterns(self._model, config)]
         self.optimizers = optim.build(self._model, config.optim)
         session.prepare(*self.optimizers)
-        how = (session.device, session.precision.cast, False)
-        self._probe([moved(collate(part), *how) for part in (first, first[:1], first[1:]) if part])
+        destination = (session.device, session.precision.cast, False)
+        self._check_step([moved(collate(part), *destination) for part in (first, first[:1], first[1:]) if part])
         steps = self.batches.shared.steps()
         if steps is None and (config.optim.schedule != "constant" or config.optim.warmup):
             raise RequestError(
-                "The training data are a stream whose length nobody tells, and schedules count epochs; take --schedule "
+                "The training data are a stream of unknown length, and schedules count epochs; use --schedule "
                 "constant, or give the data set a __len__."
             )
         self.lr = optim.rate(config, config.batch.size, steps or 1)
-        self._on = "test" if validated is None else "validation"
-        self._judged = _loader(config, validated or tested, collate)
-        self._tested = None if validated is None else _loader(config, tested, collate)
+        self._split = "test" if validation is None else "validation"
+        self._evaluation_loader = _make_loader(config, validation or test, collate)
+        self._test_loader = None if validation is None else _make_loader(config, test, collate)
 
     def begin(self) -> None:
         """Begin the session's run (*collective*)."""
-        self._session.loop.begin(self._config.epochs, {"lines": self._lines}, self._come_to)
+        self._session.loop.begin(self._config.epochs, {"lines": self._lines}, self._summarize)
 
     def backward(self, batch: Any) -> None:
         """Compute the step's loss and its gradients (*collective*)."""
-        loss, weight = self._asked(self._step(self._model, batch))
+        loss, weight = self._checked(self._step(self._model, batch))
         if weight is None:
             self._session.backward(loss / max(1, self._session.samples))
         else:
@@ -90,86 +90,89 @@ class OwnStep:
     def evaluate(self) -> None:
         """Score the weights by metric or loss; record the score (*collective*)."""
         session, config, position = self._session, self._config, self._session.loop.position
-        self.scores = self._scored(self._judged, self._on)
+        self.scores = self._score(self._evaluation_loader, self._split)
         session.log(**self.scores)
-        score = self._score()
+        score = self._last_score()
         session.loop.judge(score)
         unscored = "  no score, since --metric counted nothing" if score is None else ""
         self._show(f"epoch {position.epochs + 1}/{config.epochs}  step {session.step:,}{unscored}", self.scores)
-        if (why := position.stalled(config.patience)) and not session.loop.is_done:
-            self._show(f"stopped: {why}", {})
+        if (reason := position.stalled(config.patience)) and not session.loop.is_done:
+            self._show(f"stopped: {reason}", {})
 
-    def _score(self) -> float | None:
-        """Return the last weights' score: the metric, else the negative loss. None where the metric counted nothing."""
-        return self.scores.get(f"{self._on}_metric") if self._metric else -self.scores[f"{self._on}_loss"]
+    def _last_score(self) -> float | None:
+        """Return the last weights' metric, else the negative loss; None for a metric of zero weight."""
+        return self.scores.get(f"{self._split}_metric") if self._metric else -self.scores[f"{self._split}_loss"]
 
-    def _come_to(self) -> dict[str, Any]:
+    def _summarize(self) -> dict[str, Any]:
         """Return the run's summary (*collective*). A separate test set adds the last and the best weights' scores."""
-        loop, found = self._session.loop, dict[str, float]()
-        if self._tested is not None:
-            found = self._scored(self._tested, "test")
-            if (loop.position.stale or self._score() is None) and loop.load_best() is not None:
-                found |= self._scored(self._tested, "test_best")
-            self._session.log(**found)
-            self._show("at the end", found)
-        return loop.summary() | found
+        loop, scores = self._session.loop, dict[str, float]()
+        if self._test_loader is not None:
+            scores = self._score(self._test_loader, "test")
+            if (loop.position.stale or self._last_score() is None) and loop.load_best() is not None:
+                scores |= self._score(self._test_loader, "test_best")
+            self._session.log(**scores)
+            self._show("at the end", scores)
+        return loop.summary() | scores
 
-    def _show(self, what: str, scores: dict[str, float]) -> None:
+    def _show(self, label: str, scores: dict[str, float]) -> None:
         if not self._config.record.quiet:
-            told = "".join(f"  {name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
-            self._session.print(f"{what}{told}")
+            values = "".join(f"  {name.replace('_', ' ')} {value:.6g}" for name, value in scores.items())
+            self._session.print(f"{label}{values}")
 
-    def _asked(self, found: Any) -> tuple[Tensor, float | Tensor | None]:
-        loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-        losses.check_number(self._name, loss, _WANTED)
+    def _checked(self, result: Any) -> tuple[Tensor, float | Tensor | None]:
+        """Return a step's (loss, weight or None). Raises `RequestError` for a loss that is no number."""
+        loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        losses.check_number(self._name, loss, _CONTRACT)
         return loss, weight
 
     @torch.no_grad()
-    def _probe(self, batches: list[Any]) -> None:
-        """Raise `RequestError` unless the loss of samples adds up over two parts."""
+    def _check_step(self, batches: list[Any]) -> None:
+        """Raise `RequestError` unless the losses of two parts add up to that of the batch."""
         with evaluating(self._model), preserve_generators():
-            told = [float(self._asked(self._step(self._model, batch))[0]) for batch in batches]
-        if len(told) == 3:
-            losses.check_sum(self._name, *told, of=f"{_PROBED} samples")
+            totals = [float(self._checked(self._step(self._model, batch))[0]) for batch in batches]
+        if len(totals) == 3:
+            losses.check_sum(self._name, *totals, of=f"{_PROBE_SAMPLES} samples")
 
-    def _scored(self, loader: DataLoader[Any], on: str) -> dict[str, float]:
+    def _score(self, loader: DataLoader[Any], name: str) -> dict[str, float]:
         """Return the mean loss and metric over the loader's data (*collective*). Each sample counts once."""
         session = self._session
         sums = torch.zeros(4, dtype=torch.float64, device=session.device)
         for batch in session.evaluating(loader):
-            if session.samples == 0:  # fewer samples than ranks: this one stands in
+            if session.samples == 0:  # fewer samples than ranks: this rank's share is empty
                 continue
-            for at, what in enumerate((self._step, self._metric)):
-                if what is not None:
-                    found = what(self._model, batch)
-                    value, count = found if isinstance(found, tuple) else (found, None)
-                    sums[2 * at] += value
-                    sums[2 * at + 1] += session.samples if count is None else count
+            for number, function in enumerate((self._step, self._metric)):
+                if function is not None:
+                    result = function(self._model, batch)
+                    value, count = result if isinstance(result, tuple) else (result, None)
+                    sums[2 * number] += value
+                    sums[2 * number + 1] += session.samples if count is None else count
         loss, weight, value, count = session.sum(sums).tolist()
         if not weight:
-            raise RequestError("The data to evaluate on have no sample; give at least one.")
-        return {f"{on}_loss": loss / weight} | ({f"{on}_metric": value / count} if self._metric and count else {})
+            raise RequestError("The evaluation data have no sample; give at least one.")
+        return {f"{name}_loss": loss / weight} | ({f"{name}_metric": value / count} if self._metric and count else {})
 
 
-def _given(config: RunConfig) -> tuple[Any, Any, Any]:
-    """Return the user's training, validation (or None) and test data. Map-style data sets or streams."""
-    asked = f"--data {config.data.name}"
+def _load_data(config: RunConfig) -> tuple[Any, Any, Any]:
+    """Return the user's training, validation (or None) and test data: map-style data sets or streams."""
+    option = f"--data {config.data.name}"
     if ":" not in config.data.name:
-        raise RequestError(f"--step takes data of your own, as --data module:function, and found {asked}.")
-    seed_all(config.seed)  # the function may draw: the same on every rank
-    found = users.called(config.data)
-    for split, dataset in found.items():
+        raise RequestError(f"--step needs your data as --data module:function, and found {option}.")
+    seed_all(config.seed)  # the function may draw: alike on every rank
+    datasets = users.called(config.data)
+    for split, dataset in datasets.items():
         if hasattr(dataset, "__len__") and not len(dataset):
-            raise RequestError(f"{asked}: its {split} data have no sample; give at least one.")
-    train, validation = found["train"], found.get("validation")
+            raise RequestError(f"{option}: its {split} data have no sample; give at least one.")
+    train, validation = datasets["train"], datasets.get("validation")
     if config.data.holdout:
         samples = None if isinstance(train, IterableDataset) else len(train)
-        left, held = hold_out(config.data, config.seed, samples, has_validation=validation is not None)
-        train, validation = Subset(train, left.tolist()), Subset(train, held.tolist())
-    return train, validation, found["test"]
+        train_indices, validation_indices = hold_out(
+            config.data, config.seed, samples, has_validation=validation is not None
+        )
+        train, validation = Subset(train, train_indices.tolist()), Subset(train, validation_indices.tolist())
+    return train, validation, datasets["test"]
 
 
-def _shape(samples: list[Any]) -> tuple[int, ...]:
+def _sample_shape(samples: list[Any]) -> tuple[int, ...]:
     """Return the shape of a sample's first tensor; () if none."""
     if not samples:
         raise RequestError("The training data have no sample; give at least one.")
@@ -177,7 +180,7 @@ def _shape(samples: list[Any]) -> tuple[int, ...]:
     return tuple(first.shape) if isinstance(first, Tensor) else ()
 
 
-def _loader(config: RunConfig, dataset: Any, collate: Any, *, shuffle: bool = False) -> DataLoader[Any]:
+def _make_loader(config: RunConfig, dataset: Any, collate: Any, *, shuffle: bool = False) -> DataLoader[Any]:
     workers = 0 if isinstance(dataset, TensorDataset) else config.data.workers or 0
-    how: dict[str, Any] = {"num_workers": workers, "collate_fn": collate, "drop_last": config.batch.drop_last}
-    return DataLoader(dataset, config.batch.size, shuffle=shuffle, **how)
+    options: dict[str, Any] = {"num_workers": workers, "collate_fn": collate, "drop_last": config.batch.drop_last}
+    return DataLoader(dataset, config.batch.size, shuffle=shuffle, **options)

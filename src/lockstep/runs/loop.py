@@ -26,7 +26,7 @@ from ..world.random_state import load_generators, save_generators, seed_all
 from .checks import RunChecks
 from .folders import unwritable
 from .meter import Meter
-from .opened import Opened
+from .opened import OpenRun
 from .position import Position
 from .prepared import Prepared
 from .report import started
@@ -46,7 +46,7 @@ class Loop:
 
     def __init__(
         self,
-        run: Opened,
+        run: OpenRun,
         prepared: Prepared,
         *,
         saves: bool = True,

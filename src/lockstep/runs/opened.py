@@ -34,7 +34,7 @@ _CAME_UPON = "came upon"
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenRun:
     """A run with a held folder: its config, recorder and resumed state. `config` names the folder."""
 
     config: RunConfig
@@ -44,7 +44,7 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     config: RunConfig,
     world: World,
     *,
@@ -52,11 +52,11 @@ def opened(
     console: Recorder | None = None,
     only: Collection[str] | None = None,
     resume_hint: str = "",
-) -> Iterator[Opened]:
+) -> Iterator[OpenRun]:
     """Hold the run's folder within the block; record its errors (*collective*).
 
     `keys` are the options that a continued run must share with the one before. `console` replaces the recorder for a
-    person. The options in `only` are recorded, by default all. `resume_hint` is as in `Opened`.
+    person. The options in `only` are recorded, by default all. `resume_hint` is as in `OpenRun`.
     """
     world.progress.enter(SETUP)  # the others wait while rank 0 works with files
     if found := world.find_mismatch({f"--{key}": value for key, value in flatten_common(config).items()}):
@@ -83,7 +83,7 @@ def opened(
             recorder = Recorders(partial(_opened, _lasting(asked, folder), folder, world, keys, step, only, shown))
         world.progress.failed = lambda told: recorder.record("failed", exit=RunError.exit_code, error=told)
         try:
-            yield Opened(config, recorder, state, resume_hint)
+            yield OpenRun(config, recorder, state, resume_hint)
         except (Exception, SystemExit) as error:
             failure = failures.account(error, world.rank, config)
             cause = failures.cause_in(folder / "failures", since_s=begun_s) if failure.is_echo else ""

@@ -12,13 +12,13 @@ from ..checkpoint.state import State
 from ..files import DEFECTS, shown
 from ..world.world import World
 from .folders import unwritable
-from .opened import Opened
+from .opened import OpenRun
 
 
 class Saver:
     """Background saver of a run's checkpoints. Rank 0 writes; other ranks only join the collectives."""
 
-    def __init__(self, folder: Path, run: Opened, world: World) -> None:
+    def __init__(self, folder: Path, run: OpenRun, world: World) -> None:
         """Open the folder's checkpoints (*collective*)."""
         self._resume_hint = run.resume_hint or f"continue with the same command and --resume {shown(folder)}"
         self._run, self._world = run, world

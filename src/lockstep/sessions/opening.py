@@ -13,7 +13,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, unknown
 from ..record.base import Nothing
 from ..record.console import Notices
-from ..runs.opened import Opened, opened
+from ..runs.opened import OpenRun, open_run
 from . import script
 from .session import Session
 
@@ -90,12 +90,12 @@ def session(
         how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
         again = f"continue with the same command{how}"
     world = started.world
-    run: contextlib.AbstractContextManager[Opened] = contextlib.nullcontext(
-        Opened(config, Notices() if world.is_main else Nothing(), None)
+    run: contextlib.AbstractContextManager[OpenRun] = contextlib.nullcontext(
+        OpenRun(config, Notices() if world.is_main else Nothing(), None)
     )
     if has_folder:
         recorded = {"model", "data", *left_to_command()}
-        run = opened(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=again)
+        run = open_run(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=again)
     made = Session(config, world, run, hooks=started.hooks)
     started.closing.append(made._close_with_process if is_own else made.close)
     return made

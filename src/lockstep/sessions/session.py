@@ -38,7 +38,7 @@ from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
 from ..record.telemetry import SAMPLED
 from ..runs.loop import Loop
-from ..runs.opened import Opened
+from ..runs.opened import OpenRun
 from ..runs.prepared import Prepared, Source
 from ..training.precision import Precision
 from ..world.random_state import seed_weights
@@ -64,7 +64,7 @@ class Session:
         self,
         config: RunConfig,
         world: World,
-        run: contextlib.AbstractContextManager[Opened],
+        run: contextlib.AbstractContextManager[OpenRun],
         *,
         prepared: Prepared | None = None,
         hooks: Hooks = NO_HOOKS,
