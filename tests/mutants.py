@@ -416,18 +416,18 @@ each rank is compared with itself: checks/replicas.py
 - any(row[:-3] != by_rank[0][:-3] for row in by_rank)
 + any(row[:-3] != row[:-3] for row in by_rank)
 the optimizer's state is not compared: runs/prepared.py
-- found = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
-+ found = dict(self._weights())
+- tensors = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
++ tensors = dict(self._weights())
 averaged weights are not compared: runs/prepared.py
 - return self.models if self.average is None else
 + return self.models if True else
 = unit/test_digest.py::test_statistics_that_are_not_finite_are_not_saved
 weights that are no numbers are saved: runs/prepared.py
-- if names := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
+- if non_finite := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
 + if False:
 = faults/test_command_failures.py::test_what_goes_wrong_in_the_users_model_is_one_sentence[Exploding]
 a loss that is no number stops nothing: runs/meter.py
-- if not math.isfinite(told[number])]
+- if not math.isfinite(parts[number])]
 + if False]
 = unit/test_curve.py::test_where_two_curves_part_is_told
 curves of which one has no number hold: verify/curve.py
@@ -476,8 +476,8 @@ what is refused is started again: launchers/supervisor.py
 + _FINAL = {ProofError.__name__}
 = faults/test_restarts.py::test_ranks_that_are_lost_come_back_to_the_very_same_bits
 ranks that start again take up the run that was left: runs/opened.py
-- world.notes.write(_CAME_UPON, _last(path))
-+ world.notes.write(_CAME_UPON, "")
+- world.notes.write(_FIRST_CHECKPOINT, _last_checkpoint(path))
++ world.notes.write(_FIRST_CHECKPOINT, "")
 = unit/test_cli.py::test_what_a_command_raises_is_one_sentence_letter_by_letter
 a run that has failed exits with 0: cli/main.py
 -     return error.exit_code
@@ -564,7 +564,7 @@ a folder that is a link is written to: files.py
 +     path.mkdir(parents=True, exist_ok=True)
 = unit/test_links.py::test_a_run_changes_nothing_outside_its_folder[link]
 a link in a run's folder is not refused: runs/folders.py
--             check_own(each)
+-             check_own(file)
 +             pass
 = unit/test_links.py::test_compiled_code_is_kept_where_nobody_else_can_write
 compiled code is kept where others can write: files.py
@@ -576,7 +576,7 @@ a note without the job's seal is believed: monitor/keys.py
 + if True:
 = unit/test_folders.py::test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own
 ranks that start again go on wherever a note says: runs/opened.py
-- if is_ours and not told.is_symlink():
+- if is_default and not noted.is_symlink():
 + if True:
 = unit/test_engine.py::test_no_step_reads_a_value[single-mlp]
 each step waits for the loss: runs/loop.py

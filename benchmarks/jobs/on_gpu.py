@@ -31,7 +31,7 @@ from lockstep._torch import FileStore, HashStore
 from lockstep.checks.replicas import facts
 from lockstep.nn import sync_batchnorm
 from lockstep.record.base import Nothing
-from lockstep.runs.opened import Opened
+from lockstep.runs.opened import OpenRun
 from lockstep.sessions.session import Session
 from lockstep.trainer import train
 from lockstep.world.topology import Topology
@@ -100,7 +100,7 @@ def gpt() -> tuple[Transformer, int, int]:
 def session_of(world: World, **options: Any) -> Session:
     """Return a session without a folder."""
     config = override(RunConfig(), precision="bf16", channels_last="off", **options)
-    return Session(config, world, nullcontext(Opened(config, Nothing(), None)))
+    return Session(config, world, nullcontext(OpenRun(config, Nothing(), None)))
 
 
 def transformer_steps(world: World) -> None:

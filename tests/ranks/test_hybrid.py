@@ -43,7 +43,7 @@ def test_nodes_that_drive_several_devices_train_what_as_many_ranks_do(tmp_path: 
     assert (first.code, second.code, second.out) == (0, 0, ""), first.err + second.err
     assert "global batch 50 = 2 ranks × 2 devices × 1 micro-batch × 12 or 13" in first.out
     assert "strategy hybrid, launcher manual, 4 × cpu" in first.out
-    assert "batch statistics of each replica: the model depends on how many there are" in first.out.replace("\n", " ")
+    assert "batch statistics per replica: the model depends on the number of replicas" in first.out.replace("\n", " ")
     manifest = json.loads((hybrid / "manifest.json").read_text())
     assert manifest["batch_plan"] == {"global_size": 50, "ranks": 2, "accumulation": 1, "devices": 2}
     assert (manifest["chosen"]["devices"], manifest["topology"]["size"]) == (4, 2)

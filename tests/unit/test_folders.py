@@ -29,7 +29,7 @@ from lockstep import RunConfig, override
 from lockstep.launchers.supervisor import Supervisor
 from lockstep.runs import folders
 config = override(RunConfig(), output=sys.argv[1])
-with folders.held(config) if sys.argv[2] == "rank 0" else Supervisor(config) as holder:
+with folders.claim(config) if sys.argv[2] == "rank 0" else Supervisor(config) as holder:
     if sys.argv[2] != "rank 0":
         holder.keep(sys.argv[1])
     print("held", flush=True)
@@ -51,7 +51,7 @@ def _held(folder: Path, by: str = "rank 0") -> Iterator[subprocess.Popen[str]]:
 def test_a_run_that_starts_again_where_its_folder_is_not_is_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()  # of a rank of this node, in the start before
     told = r"on another node: .* put --output where all nodes see it"
-    with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path), before=tmp_path):
+    with pytest.raises(RequestError, match=told), folders.claim(config(output=tmp_path), earlier=tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
@@ -61,11 +61,11 @@ def test_a_folder_is_one_runs_until_its_process_ends_however_that_is(tmp_path: P
         told = f"is in use by another run .process {process.pid} on {platform.node()}"
         with pytest.raises(RequestError, match=told):
             folders.check(config(output=tmp_path))
-        with pytest.raises(RequestError, match=told), folders.held(config(output=tmp_path)):
+        with pytest.raises(RequestError, match=told), folders.claim(config(output=tmp_path)):
             pass
         process.kill()
         process.wait()
-        with folders.held(config(output=tmp_path), before=tmp_path):
+        with folders.claim(config(output=tmp_path), earlier=tmp_path):
             pass
     folders.check(config(output=tmp_path))
 
@@ -74,23 +74,23 @@ def test_rank_0_of_the_start_before_is_waited_for_and_keeps_the_next_from_writin
     with _held(tmp_path) as process:
         told = f"held by rank 0 of the start before this one .process {process.pid} on {platform.node()}"
         hasty, patient = (config(output=tmp_path, stall_timeout=seconds) for seconds in (1, 60))
-        with pytest.raises(RunError, match=told), folders.held(hasty, before=tmp_path):
+        with pytest.raises(RunError, match=told), folders.claim(hasty, earlier=tmp_path):
             pass
         words = ["sh", "-c", f"sleep 1; kill -9 {process.pid}"]
-        with subprocess.Popen(words), folders.held(patient, before=tmp_path):
+        with subprocess.Popen(words), folders.claim(patient, earlier=tmp_path):
             assert process.wait(10) == -signal.SIGKILL
 
 
 def test_a_folder_is_its_runs_also_while_its_ranks_are_started_again(tmp_path: Path) -> None:
     asked = config(output=tmp_path)
-    with folders.held(asked):
+    with folders.claim(asked):
         pass
     with _held(tmp_path, "agent"), _held(tmp_path, "agent"):  # on each of two nodes
         with pytest.raises(RequestError, match=r"is in use by another run .*its ranks start again"):
             folders.check(asked)
-        with pytest.raises(RequestError, match="is in use by another run"), folders.held(asked):
+        with pytest.raises(RequestError, match="is in use by another run"), folders.claim(asked):
             pass
-        with folders.held(asked, before=tmp_path):
+        with folders.claim(asked, earlier=tmp_path):
             pass
     folders.check(asked)
 
@@ -102,14 +102,14 @@ def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(
     monkeypatch.chdir(tmp_path)
     asked = config(model="mlp", data="digits")
     mine = tmp_path / "runs" / "digits-mlp-2"
-    assert runs.taken_up(asked, mine) == mine
+    assert runs.choose_earlier_folder(asked, mine) == mine
     theirs = tmp_path / "theirs"
     mine.parent.mkdir()
     (mine.parent / "digits-mlp-3").symlink_to(theirs)
     for told in (theirs, tmp_path / "runs" / "another", tmp_path / "runs" / "digits-mlp-3"):
         with pytest.raises(RequestError, match="is said to have written to"):
-            runs.taken_up(asked, told)
-    assert runs.taken_up(config(output="here"), theirs) == tmp_path / "here"
+            runs.choose_earlier_folder(asked, told)
+    assert runs.choose_earlier_folder(config(output="here"), theirs) == tmp_path / "here"
 
 
 def test_to_go_on_after_a_loss_in_start_up_does_not_extend_an_earlier_run(
@@ -134,7 +134,7 @@ def test_auto_is_no_other_run_than_the_one_whose_config_is_given(
         Path(run, "steps.jsonl").touch()
         Path(run, "config.toml").write_text('data = "digits"\nmodel = "resnet8"\n')
         asked = ("train", "--config", "mine/config.toml", "--resume", "auto")
-        assert re.search(rf"would {would}.*; continue that one with --resume mine", refusal(capsys, *asked))
+        assert re.search(rf"would {would}.*; continue that run with --resume mine", refusal(capsys, *asked))
     config = override(RunConfig(), data="digits", model="resnet8", resume="auto")
     folders.check_meant(config, Path("runs/digits-resnet8-2/config.toml"))
     folders.check_meant(override(config, output="mine"), Path("mine/config.toml"))

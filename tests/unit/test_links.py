@@ -135,7 +135,7 @@ def _output(folder: Path) -> None:
 
 CHECK = Check(name="a", claim="A claim", outcome=Check.HOLDS)
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "the lock": (".lock", lambda folder: folders._locked(folder).close()),
+    "the lock": (".lock", lambda folder: folders._acquire_lock(folder).close()),
     "output": ("output/rank_0.txt", _output),
     "a failure": (
         "failures/rank_0.txt",

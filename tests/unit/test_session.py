@@ -197,7 +197,7 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(
     continued(output)
     for changed, words in (
         ({"width": 5}, "another model"),
-        ({"count": 60}, "61 samples .* here are 60"),
+        ({"count": 60}, "61 samples .* this run has 60"),
         ({"groups": 2}, r"SGD \(parameter groups: 1\).* given SGD \(parameter groups: 2\)"),
         ({"kind": torch.optim.Adam}, "was trained with SGD .*, and session.prepare was given Adam"),
         ({"schedules": 1}, "and 0 schedules .* given .* and 1 schedules"),
@@ -207,7 +207,7 @@ def test_a_run_of_another_model_or_other_data_is_not_continued(
     capsys.readouterr()
     for lr, is_told in ((0.1, False), (0.05, True), (0.1, False)):  # 0.1 is what it has
         continued(output, lr=lr)
-        assert ("goes on as it was saved: lr 0.1, not 0.05;" in capsys.readouterr().err) == is_told
+        assert ("continues as it was saved: lr 0.1, not 0.05;" in capsys.readouterr().err) == is_told
 
 
 class Listing(torch.optim.SGD):

@@ -1,8 +1,8 @@
 """A run's folder: its choice, and its lock against other runs.
 
 Rank 0's process locks `.lock` in the folder; between two starts the supervisor does. The system releases a lock however
-its process ends: a killed run never blocks the next one. Locks belong to processes: of two runs in one process neither
-is refused.
+its process ends, so that a killed run never blocks the next one. Locks belong to processes: two runs in one process do
+not exclude each other.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "summary.json", "proof.md", "events.out.tfevents.*"),
     *("checkpoints", "failures", "output"),
 )
-"""The names of a run's files, of which the manifest is written at the start."""
-_LATE_S, _LOOK_S = 120.0, 0.2  # for an earlier start's rank 0 to end: NFS keeps a lost node's lock for 90 s
+"""Names of a run's files. A run writes its manifest at the start."""
+_PATIENCE_S, _POLL_S = 120.0, 0.2  # for the end of an earlier start's rank 0: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
 @contextlib.contextmanager
-def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
+def claim(config: RunConfig, *, earlier: Path | None = None) -> Iterator[Path]:
     """Lock the config's run folder within the block; yield its absolute path.
 
-    A new folder is made. `before` is the folder of an earlier start of this run, which may lie in it. Raises
-    `RequestError` as `check` does, and where the folder cannot be made, or is not here though an earlier start has made
-    it; `RunError` where that start's rank 0, perhaps of a lost node, still holds it. Where the block raises a
-    `RequestError` before any step, the files written are removed, so that the command can be given again.
+    Makes the folder if necessary. `earlier` is the folder of an earlier start of this run, whose files may be there.
+    Raises `RequestError` as `check` does, for a folder that cannot be made, and for an earlier start's folder that is
+    missing on this node; `RunError` if that start's rank 0, perhaps on a lost node, still has the lock. If the block
+    raises `RequestError` before any step, removes the files written, so that the user can repeat the command.
     """
-    path = check(config, before=before)
-    if path is not None and path == before and not (path / LOCK).exists():
-        # Ranks of other nodes than rank 0's have at most written their output to a folder of that name.
+    path = check(config, earlier=earlier)
+    if path is not None and path == earlier and not (path / LOCK).exists():
+        # Other nodes than rank 0's have at most written their ranks' output to a folder of that name.
         raise RequestError(
-            f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: what "
-            "it has done would be lost; put --output where all nodes see it."
+            f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: its "
+            "results would be lost; put --output where all nodes see it."
         )
-    is_new = path is None or not os.path.lexists(path)  # nor where this user may not look
-    was_free = path is None or is_new or not _written_in(path)
+    is_new = path is None or not os.path.lexists(path)  # also if this user may not read its parent
+    was_free = path is None or is_new or not _list_run_files(path)
     path = (path or fresh(default_name(config))).absolute()
     _make(path)
     try:
-        lock = _locked(path, min(_LATE_S, config.parallel.stall_timeout / 2) if path == before else 0.0)
+        lock = _acquire_lock(path, min(_PATIENCE_S, config.parallel.stall_timeout / 2) if path == earlier else 0.0)
     except OSError as error:
         raise unwritable(path, error) from error
     with lock:
@@ -73,49 +73,49 @@ def held(config: RunConfig, *, before: Path | None = None) -> Iterator[Path]:
 
 def _withdraw(path: Path, is_new: bool) -> None:
     steps = path / "steps.jsonl"
-    with contextlib.suppress(OSError):  # other files there stay
+    with contextlib.suppress(OSError):  # other files stay
         if not (os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))):
-            for each in _written_in(path, LOCK):
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+            for file in _list_run_files(path, LOCK):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
         if is_new:
-            path.rmdir()  # where it is empty
+            path.rmdir()  # if empty
 
 
-def check(config: RunConfig, *, before: Path | None = None) -> Path | None:
-    """Return the config's folder, or None. Raises `RequestError` where the folder cannot be a run's.
+def check(config: RunConfig, *, earlier: Path | None = None) -> Path | None:
+    """Return the config's folder, or None. Raises `RequestError` for a folder that cannot be a run's.
 
-    Checked before the ranks start, since they would find that out seconds later. `before` is as in `held`.
+    Callers check before the ranks start, seconds before these would raise. `claim` explains `earlier`.
     """
-    path, resume = _asked(config), config.checkpoint.resume
+    path, resume = _requested_folder(config), config.checkpoint.resume
     if path is None or not os.path.lexists(path):
         return path
     if not path.is_dir():
         kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
         raise RequestError(f"--output {path} is {kind}; give a folder.")
     try:
-        for each in _written_in(path, LOCK, "slurm-*.out"):
-            check_own(each)
-        if path != before:
+        for file in _list_run_files(path, LOCK, "slurm-*.out"):
+            check_own(file)
+        if path != earlier:
             check_free(path)
         has_run = (path / "manifest.json").exists()
     except OSError as error:
         raise unwritable(path, error) from error
-    if path == before:
+    if path == earlier:
         return path
     holder = path if resume in ("", "auto") else run_of(Path(resume))
     if has_run and not resume:
         raise RequestError(
             f"--output {path} holds a run already: continue it with --resume auto, or give another folder."
         )
-    if not resume and _written_in(path):  # one without a manifest may be a person's copy of a run
+    if not resume and _list_run_files(path):  # without a manifest, perhaps a person's copy of a run
         raise RequestError(
-            f"--output {path} holds files that a run would overwrite, and is no run's folder; give another one, or "
-            "--resume auto where a run was killed there before it began."
+            f"--output {path} holds files that a run would overwrite, and is no run's folder; give another folder, or "
+            "--resume auto if a run was killed there before it began."
         )
     if has_run and (holder is None or holder.resolve() != path.resolve()):
         raise RequestError(
-            f"--output {path} holds another run than the one to continue, {resume}; leave --output out to continue "
-            "that one in its own folder, or give a new one."
+            f"--output {path} holds another run than the one to continue, {resume}; omit --output to continue that run "
+            "in its own folder, or give a new folder."
         )
     return path
 
@@ -127,15 +127,15 @@ def _make(path: Path) -> None:
         raise RequestError(f"{path} cannot be made: {error.strerror}; give another --output.") from error
 
 
-def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
-    """Return the folder's lock file, locked until closed. Raises `RequestError` where another run has the lock.
+def _acquire_lock(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
+    """Return the folder's lock file, locked until closed. Raises `RequestError` if another run has the lock.
 
-    With patience, the holder is an earlier start of this run: `RunError` where that does not end.
+    With patience, the holder is an earlier start of this run; raises `RunError` if that does not end in time.
     """
     lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
-    while not _lock(lock, is_first=not patience_s):
+    while not _try_lock(lock, is_first=not patience_s):
         if time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             continue
         lock.seek(0)
         holder = lock.read(200).decode(errors="replace") or "another process"
@@ -152,53 +152,53 @@ def _locked(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
     return lock
 
 
-def _lock(file: IO[bytes], *, is_first: bool) -> bool:
+def _try_lock(file: IO[bytes], *, is_first: bool) -> bool:
     try:
-        # lockf, not flock: data workers that are forked do not inherit it, nor keep it when this process is killed.
+        # lockf, not flock: forked data workers do not inherit the lock, nor keep it after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 2 if is_first else 1)
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # which this run's supervisor may want
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # for this run's supervisor
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
-        pass  # a file system without locks, as on some clusters: runs go on there without this guard
+        pass  # a file system without locks, as on some clusters: runs continue without this guard
     return True
 
 
 def check_free(folder: Path) -> None:
-    """Raise `RequestError` if another run holds the folder. Raises OSError for a lock file that cannot be written."""
+    """Raise `RequestError` if another run has locked the folder. Raises `OSError` for an unwritable lock file."""
     if os.path.lexists(folder / LOCK):
-        _locked(folder).close()
+        _acquire_lock(folder).close()
 
 
-def _written_in(folder: Path, *more: str) -> list[Path]:
-    """List the folder's entries that a run writes, or that match `more`."""
-    return [path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in (*_WRITTEN, *more))]
+def _list_run_files(folder: Path, *patterns: str) -> list[Path]:
+    """List the folder's entries that a run writes, or that match `patterns`."""
+    return [path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in (*_WRITTEN, *patterns))]
 
 
 def check_meant(config: RunConfig, file: Path) -> None:
-    """Raise `RequestError` if --resume auto would not continue the run of `file`. That is a run's config.toml."""
-    own = file.absolute().parent
-    if config.checkpoint.resume != "auto" or config.record.output is not None or run_of(own) != own:
+    """Raise `RequestError` if --resume auto would not continue the run whose config.toml is `file`."""
+    folder = file.absolute().parent
+    if config.checkpoint.resume != "auto" or config.record.output is not None or run_of(folder) != folder:
         return
-    found = _latest(config)
-    if found is None or found.resolve() != own.resolve():
-        would = f"begin a new run in {RUNS}" if found is None else f"continue {found}"
+    latest = _latest(config)
+    if latest is None or latest.resolve() != folder.resolve():
+        action = f"begin a new run in {RUNS}" if latest is None else f"continue {latest}"
         raise RequestError(
-            f"--config {file} is of the run in {file.parent}, and --resume auto without --output would {would}; "
-            f"continue that one with --resume {file.parent}, or name another by --output."
+            f"--config {file} is of the run in {file.parent}, and --resume auto without --output would {action}; "
+            f"continue that run with --resume {file.parent}, or name another by --output."
         )
 
 
 def unwritable(path: Path | None, error: OSError) -> RequestError:
-    """Return the error for a folder that refuses a run's first files."""
+    """Return the `RequestError` for a failed write in a run's folder."""
     if error.errno in REFUSED:
         path = Path(error.filename)
-    way = "make room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
-    return RequestError(f"{shown(path)} cannot be written: {error.strerror}; {way} another --output.")
+    remedy = "make room there, or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+    return RequestError(f"{shown(path)} cannot be written: {error.strerror}; {remedy} another --output.")
 
 
 def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
-    """Return a later run's absolute folder, and whether `make` made it now."""
+    """Return (a later run's absolute folder, whether this call made it). `make` makes the folder."""
     path, name = check(config), default_name(config)
     is_new = make and (path is None or not path.exists())
     if path is None:
@@ -212,9 +212,9 @@ def reserve(config: RunConfig, *, make: bool) -> tuple[Path, bool]:
 def begun(config: RunConfig) -> Iterator[RunConfig]:
     """Yield the config with its run's folder; make a new default one.
 
-    Where a rank is lost before rank 0 claims it, --resume auto then finds this folder, and not that of an earlier run.
+    If a rank is lost before rank 0 claims the folder, --resume auto then finds it, and not an earlier run's folder.
     """
-    if _asked(config) is not None:
+    if _requested_folder(config) is not None:
         yield config
         return
     is_first = not RUNS.exists()
@@ -222,25 +222,25 @@ def begun(config: RunConfig) -> Iterator[RunConfig]:
     try:
         yield dataclasses.replace(config, record=dataclasses.replace(config.record, output=path))
     except (RequestError, Stopped):
-        with contextlib.suppress(OSError):  # what lies there stays
+        with contextlib.suppress(OSError):  # a folder with files stays
             path.rmdir()
             if is_first:
                 RUNS.rmdir()
         raise
 
 
-def _asked(config: RunConfig) -> Path | None:
-    """Return the named or continued folder; None for a new default one."""
-    asked, output = config.checkpoint.resume, config.record.output
-    if output is None and asked:
-        return _latest(config) if asked == "auto" else run_of(Path(asked))
+def _requested_folder(config: RunConfig) -> Path | None:
+    """Return the folder of --output or --resume; None for a new default folder."""
+    resume, output = config.checkpoint.resume, config.record.output
+    if output is None and resume:
+        return _latest(config) if resume == "auto" else run_of(Path(resume))
     return output
 
 
 def default_name(config: RunConfig) -> str:
     """Return the name of the config's default folder."""
-    named = [name for name in (config.data.name, config.model.name) if name]
-    return "-".join(named).replace(":", ".").replace("/", ".")
+    names = [name for name in (config.data.name, config.model.name) if name]
+    return "-".join(names).replace(":", ".").replace("/", ".")
 
 
 def fresh(name: str) -> Path:
@@ -250,7 +250,7 @@ def fresh(name: str) -> Path:
         try:
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:  # made by another process meanwhile
+        except FileExistsError:  # another process has made it meanwhile
             continue
         except OSError as error:
             raise RequestError(f"{folder} cannot be made: {error.strerror}; give --output FOLDER.") from error
@@ -263,14 +263,14 @@ def _next(name: str) -> Path:
 
 def _numbered(name: str) -> dict[int, Path]:
     """Return the default folders of this name by number. 1 is runs/NAME, 2 runs/NAME-2, …"""
-    found = ((re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name), path) for path in RUNS.glob("*"))
-    return {int(match[1] or 1): path for match, path in found if match}
+    matches = ((re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name), path) for path in RUNS.glob("*"))
+    return {int(match[1] or 1): path for match, path in matches if match}
 
 
 def _latest(config: RunConfig) -> Path | None:
-    # A link there, as in a checked-out repository, would choose what is written to.
-    there = {number: path for number, path in _numbered(default_name(config)).items() if not path.is_symlink()}
-    return there[max(there)] if there else None
+    # A link, as in a checked-out repository, would choose where a run writes.
+    folders = {number: path for number, path in _numbered(default_name(config)).items() if not path.is_symlink()}
+    return folders[max(folders)] if folders else None
 
 
 def run_of(path: Path) -> Path | None:
@@ -282,12 +282,12 @@ def run_of(path: Path) -> Path | None:
 
 
 def find(path: Path, *names: str) -> Path:
-    """Find a run's folder, given that folder or one of its checkpoints.
+    """Return a run's folder, given that folder or one of its checkpoints.
 
-    Raises `RequestError` where that has none of the files `names`.
+    Raises `RequestError` if the folder has none of the files `names`.
     """
     folder = run_of(path) or path
     if any((folder / name).is_file() for name in names):
         return folder
-    found = f"lies in no run's folder: there is no {' and no '.join(names)}" if path.exists() else "is not there"
-    raise RequestError(f"{path} {found}; give a run's folder, such as runs/NAME, or one of its checkpoints.")
+    problem = f"is in no run's folder: there is no {' and no '.join(names)}" if path.exists() else "is not there"
+    raise RequestError(f"{path} {problem}; give a run's folder, such as runs/NAME, or one of its checkpoints.")

@@ -29,7 +29,7 @@ from .meter import Meter
 from .opened import OpenRun
 from .position import Position
 from .prepared import Prepared
-from .report import started
+from .report import describe_start
 from .saving import Saver
 
 
@@ -127,7 +127,7 @@ class Loop:
 
     def _tell_start(self, facts: dict[str, Any]) -> None:
         try:
-            self.recorder.record("start", **started(self, facts))
+            self.recorder.record("start", **describe_start(self, facts))
             if self.state is not None and self.state.caution:
                 self.recorder.record("warning", text=self.state.caution)
         except OSError as error:

@@ -1,9 +1,9 @@
 """Metrics that stay on the device until an interval ends.
 
-Once an interval (`--log-every` steps, or about two seconds of slow ones) all losses are gathered from the ranks,
-summed, and recorded step by step. The same exchange agrees on whether any rank was asked to stop, and on how long the
-next interval is, by rank 0's clock. It is an all-gather, summed here in the order of the ranks: an all-reduce adds in
-an order that depends on an element's place, and so on the clock, and equal runs would record other last bits.
+Once an interval (`--log-every` steps, or about two seconds of slow steps) the meter gathers the losses of all ranks,
+sums them, and records each step. The same exchange agrees on stop requests, and on the length of the next interval by
+rank 0's clock. It is an all-gather, summed here in rank order: the order of an all-reduce's additions depends on an
+element's position, and so on the clock, so that equal runs would record different last bits.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _INTERVAL_S = 2.0
 """Approximate length of an interval of slow steps, and so the longest wait after a stop request."""
 _SAMPLE_EVERY_S = 1.0
 _NORM = "grad_norm"
-_EXTRAS = 4  # numbers that `flush` exchanges between the losses and the values
+_EXTRAS = 4  # numbers between the losses and the values in the exchange of `flush`
 
 
 @dataclass
 class Pending:
-    """Steps not yet recorded. `losses` are this rank's parts of the batch's mean."""
+    """Steps to record. `losses` (0-dim) are this rank's parts of the batch's mean."""
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
     values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's sum
-    wait_s: float = 0.0  # for data
+    wait_s: float = 0.0  # waited for data
     last: tuple[Tensor, Tensor] | None = None  # (logits, labels) of the last micro-batch, for the training accuracy
 
 
 class Meter:
-    """Collector of a run's steps on every rank; rank 0 records."""
+    """Collector of a run's steps on every rank. Rank 0 records them."""
 
     def __init__(self, world: World, recorder: Recorder, devices: Sequence[torch.device], *, log_every: int) -> None:
         """Set up clock and telemetry."""
@@ -61,18 +61,18 @@ class Meter:
         self.pending = Pending()
         self.train_s = self.wait_s = 0.0
         self.images = 0
-        self.step_s = 0.0  # mean seconds of a step in the last interval; 0 before the first
+        self.step_s = 0.0  # mean over the last interval; 0 before the first ends
         self._world, self._recorder, self._log_every = world, recorder, log_every
         self._interval = 1
         self._since_s = self._sampled_s = 0.0
 
     def start(self) -> None:
-        """Start the clock: at the first step, and after non-training work."""
+        """Start the clock, at the first step and after non-training work."""
         self.clock.start()
         self._since_s = time.perf_counter()
 
     def add(self, step: int, epoch: int, lr: float, samples: int, loss: Tensor, norm: Tensor | None) -> None:
-        """Note a step of `samples` over all ranks. `loss` (0-dim, detached) is this rank's part."""
+        """Note a step of `samples` over all ranks. `loss` (0-dim, detached) is this rank's part of the mean."""
         self.clock.tick()
         pending = self.pending
         pending.rows.append((step, epoch, lr, samples))
@@ -91,67 +91,70 @@ class Meter:
 
     def due(self, stop: bool) -> bool:
         """Return whether the interval is over. All ranks agree at each step."""
-        # A single process stops at once: no other has to agree.
+        # A single process stops at once, since it needs no agreement.
         return len(self.pending.rows) >= self._interval or (stop and self._world.group is None)
 
     def flush(self, *, stop: bool, total_steps: int) -> tuple[bool, tuple[int, list[int]] | None]:
-        """Record the pending steps (*collective*). Returns whether any rank stops, and any loss that is not finite.
+        """Record the pending steps; return (stop requested on any rank, non-finite loss) (*collective*).
 
-        The latter is the first step with such a loss, and the ranks whose samples have it; None for none.
+        The latter is the first step with a non-finite loss and the ranks whose samples have it, or None.
         """
         pending, self.pending = self.pending, Pending()
-        steps, own = len(pending.rows), torch.stack(pending.losses).double()
-        own.sum().item()  # the device has then done all that is timed
+        steps, losses = len(pending.rows), torch.stack(pending.losses).double()
+        losses.sum().item()  # waits until the device has done all timed work
         now_s = time.perf_counter()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
-        hits, seen = _hits(pending.last)
+        hits, samples_seen = _count_hits(pending.last)
         proposal = min(self._log_every, max(1, round(_INTERVAL_S * steps / elapsed_s)))
-        extras = torch.tensor([hits, seen, float(stop), float(proposal)], dtype=torch.float64, device=own.device)
-        values = [value.to(own.device, torch.float64) for *_, value in pending.values]
-        told = torch.cat([own, extras, *([torch.stack(values)] if values else [])])
-        by_rank: list[list[float]] = self._world.stack(told).tolist()
-        summed = [sum(column, 0.0) for column in zip(*by_rank, strict=True)]
-        hits, seen, stopping, _ = summed[steps : steps + _EXTRAS]
+        numbers = [hits, samples_seen, float(stop), float(proposal)]
+        extras = torch.tensor(numbers, dtype=torch.float64, device=losses.device)
+        values = [value.to(losses.device, torch.float64) for *_, value in pending.values]
+        message = torch.cat([losses, extras, *([torch.stack(values)] if values else [])])
+        by_rank: list[list[float]] = self._world.stack(message).tolist()
+        sums = [sum(column, 0.0) for column in zip(*by_rank, strict=True)]
+        hits, samples_seen, stopping, _ = sums[steps : steps + _EXTRAS]
         self._interval = int(by_rank[0][steps + 3])
         self.clock.flush()
         self.train_s += elapsed_s
         self.wait_s += pending.wait_s
         self.step_s = elapsed_s / steps
-        rows, last = self._rows(pending, summed, by_rank[0])
+        rows, last_values = self._make_rows(pending, sums, by_rank[0])
         samples = sum(row["samples"] for row in rows)
         self.images += samples
         self._recorder.record("steps", rows=rows)
         self._recorder.record(
             "log",
             **{key: rows[-1][key] for key in ("step", "epoch", "loss", "lr")},
-            top1=hits / seen if seen else None,
+            top1=hits / samples_seen if samples_seen else None,
             samples_per_s=samples / elapsed_s,
             step_s=self.step_s,
             data_wait_s=pending.wait_s / steps,
             eta_s=self.step_s * (total_steps - rows[-1]["step"]) if total_steps else None,
-            **self._sampled(),
-            **last,
+            **self._sample_telemetry(),
+            **last_values,
         )
-        for number, (step, *_) in enumerate(pending.rows if not math.isfinite(sum(summed)) else ()):
-            if bad := [rank for rank, told in enumerate(by_rank) if not math.isfinite(told[number])]:
-                return bool(stopping), (step, bad)
+        for number, (step, *_) in enumerate(pending.rows if not math.isfinite(sum(sums)) else ()):
+            if ranks := [rank for rank, parts in enumerate(by_rank) if not math.isfinite(parts[number])]:
+                return bool(stopping), (step, ranks)
         return bool(stopping), None
 
-    def _rows(self, pending: Pending, summed: list[float], first: list[float]) -> tuple[list[_Row], dict[str, float]]:
-        """Return a row per step, and the last values by name. `summed` are all ranks' sums, `first` rank 0's parts."""
+    def _make_rows(
+        self, pending: Pending, sums: list[float], main_parts: list[float]
+    ) -> tuple[list[_Row], dict[str, float]]:
+        """Return a row per step, and the last values by name. `sums` span all ranks, `main_parts` are rank 0's."""
         rows: list[_Row] = [
             {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "samples": samples}
-            for (step, epoch, lr, samples), loss in zip(pending.rows, summed, strict=False)
+            for (step, epoch, lr, samples), loss in zip(pending.rows, sums, strict=False)
         ]
-        last: dict[str, float] = {}
-        for at, (number, name, _) in enumerate(pending.values, start=len(rows) + _EXTRAS):
-            if number < len(rows):  # values noted after the last whole step belong to none
-                # The norm is that of all ranks.
-                value = first[at] if name == _NORM else summed[at] / rows[number]["samples"]
-                rows[number][name] = last[name] = rows[number].get(name, 0.0) + value
-        return rows, last
+        last_values: dict[str, float] = {}
+        for position, (number, name, _) in enumerate(pending.values, start=len(rows) + _EXTRAS):
+            if number < len(rows):  # values after the last complete step belong to no row
+                # Every rank has the norm of all ranks' gradients.
+                value = main_parts[position] if name == _NORM else sums[position] / rows[number]["samples"]
+                rows[number][name] = last_values[name] = rows[number].get(name, 0.0) + value
+        return rows, last_values
 
-    def _sampled(self) -> dict[str, float | int]:
+    def _sample_telemetry(self) -> dict[str, float | int]:
         """Return rank 0's telemetry, at most once a second. A sample costs as much as some tiny steps."""
         now_s = time.perf_counter()
         if not self._world.is_main or now_s - self._sampled_s < _SAMPLE_EVERY_S:
@@ -160,7 +163,8 @@ class Meter:
         return self.telemetry.sample()
 
 
-def _hits(last: tuple[Tensor, Tensor] | None) -> tuple[float, float]:
+def _count_hits(last: tuple[Tensor, Tensor] | None) -> tuple[float, float]:
+    """Return the numbers of correct predictions and of samples in (logits (n, classes), labels (n,))."""
     if last is None or last[0].ndim != 2:
         return 0.0, 0.0
     logits, y = last

@@ -1,4 +1,4 @@
-"""Position of a run, as checkpoints hold it: counters, times, scores."""
+"""Position of a run, as saved in checkpoints: counters, times, scores."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..record.result import Scores
 
 @dataclass
 class Position:
-    """Position of a run; fields are named as in checkpoints."""
+    """Position of a run. Checkpoints use the same field names."""
 
-    step: int = 0  # optimizer steps made
-    epochs: int = 0  # whole ones, trained and evaluated
-    within: int = 0  # batches of the epoch under way, in its pass under way
+    step: int = 0  # completed optimizer steps
+    epochs: int = 0  # completed: trained and evaluated
+    within: int = 0  # batches of the current pass
     passes: int = 0  # earlier passes over the data of this epoch
-    trained: list[int] = field(default_factory=list)  # the passes with a step
+    trained: list[int] = field(default_factory=list)  # passes with a step
     epoch_s: list[float] = field(default_factory=list)
-    partial_s: float = 0.0  # of training in the epoch under way, when it was saved
+    partial_s: float = 0.0  # training time of the current epoch, at its last save
     best_top1: float = -math.inf
     stale: int = 0  # evaluations since the best one
     scores: Scores | None = None  # of the last evaluation
@@ -40,7 +40,7 @@ class Position:
         return dataclasses.asdict(self) | {"best_top1": None if self.best_top1 == -math.inf else self.best_top1}
 
     def judge(self, score: float | None) -> None:
-        """Take the score of this step's weights, if any; higher is better. It chooses the best weights."""
+        """Note an evaluation of this step's weights, and its score if any. Higher is better."""
         self.evaluated = self.step
         if score is None:
             return
@@ -49,7 +49,7 @@ class Position:
         self.best_top1 = score if is_better else self.best_top1
 
     def stalled(self, patience: int | None) -> str:
-        """Return why `patience` ends the run at this step; "" otherwise."""
+        """Return why `patience` ends the run at this step, or ""."""
         if patience is None or self.stale < patience or self.evaluated != self.step:
             return ""
         return f"the score has not improved in {counted(self.stale, 'evaluation')} (--patience {patience})"

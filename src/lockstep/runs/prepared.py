@@ -1,4 +1,4 @@
-"""Models and optimizers of a session. Defines their checkpoint state, and the tensors equal on all ranks."""
+"""Models and optimizers of a session: their checkpoint state, and the tensors equal on all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.world import World
 
-_OWN = "own"  # the group of the tensors in the states of schedules and of the user's own objects
+_EXTRA_GROUP = "own"  # group of the tensors in the states of schedules and other user objects
 _CONTAINERS: dict[str, Any] = {
     "counter": Counter,
     "ordered": OrderedDict,
@@ -48,12 +48,12 @@ _CONTAINERS: dict[str, Any] = {
     "tuple": tuple,
     "set": set,
 }
-_SUBCLASSES = ("dict", "list", "tuple")  # of which subclasses, such as defaultdict, come back plain
+_SUBCLASSES = ("dict", "list", "tuple")  # their subclasses, such as defaultdict, are restored as plain containers
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Data source whose batches count steps. None stands for a stream's unknown numbers."""
+    """Data source whose batches count steps. None stands for unknown numbers of a stream."""
 
     @property
     def plan(self) -> BatchPlan: ...
@@ -63,18 +63,18 @@ class Source(Protocol):
 
     @property
     def index_bound(self) -> int:
-        """An exclusive upper bound of the sample indices; 0 for a stream."""
+        """Exclusive upper bound of the sample indices; 0 for a stream."""
 
     def epoch_order(self, epoch: int) -> Callable[[int, int], Indices]:
-        """Return the order of `epoch`, as a function from [start, stop) to the samples there."""
+        """Return the order of `epoch`: a function from positions [start, stop) to sample indices."""
 
     def steps(self) -> int | None:
         """Return the number of optimizer steps per epoch."""
 
     def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Any:
-        """Return an iterator, with `close`, over this rank's share of each micro-batch of `epoch` from step `first`.
+        """Return an iterator over this rank's shares of the micro-batches of `epoch`, from step `first`.
 
-        `again` counts the earlier passes over that epoch.
+        The iterator has `close`. `again` counts earlier passes over that epoch.
         """
 
 
@@ -87,23 +87,24 @@ class Prepared:
     precision: Precision
     exchange: Exchange
     models: dict[str, nn.Module] = field(default_factory=dict)
-    """By the name of their group of tensors: model, model_2, …"""
+    """Models by the name of their group of tensors: model, model_2, …"""
     optimizers: list[Optimizer] = field(default_factory=list)
-    others: list[Any] = field(default_factory=list)
+    stateful_objects: list[Any] = field(default_factory=list)
+    """Schedules and other user objects with `state_dict` and `load_state_dict`."""
     is_recipe: bool = False
-    """Whether settings of optimizers follow from the config and the step, as under `lockstep train`."""
+    """Whether the optimizers' settings follow from the config and the step, as under `lockstep train`."""
     average: Average | None = None
     batchnorm: str = "none"
     contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Digests of the user's data sets (see `data.source.Splits`)."""
     first_loader: Source | None = None
     inner: set[Optimizer] = field(default_factory=set)
-    """Optimizers that another one keeps and steps, over the same parameters."""
+    """Optimizers that a wrapping optimizer steps, over the same parameters."""
     cautions: list[str] = field(default_factory=list)
-    """What the start has to say of the parts."""
-    kept: set[str] = field(default_factory=set)
-    """Numeric settings of the script's optimizers that a checkpoint has replaced, in words."""
-    _made: list[list[dict[str, Any]]] = field(default_factory=list)  # the numbers that the optimizers were made with
+    """Sentences on the parts for the startup report."""
+    restored_settings: set[str] = field(default_factory=set)
+    """Numeric optimizer settings that a checkpoint has replaced, such as `lr 0.1, not 0.05`."""
+    _settings: list[list[dict[str, Any]]] = field(default_factory=list)  # initial ones by optimizer and parameter group
 
     @property
     def source(self) -> Source | None:
@@ -112,7 +113,7 @@ class Prepared:
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """The devices that this process computes on."""
+        """Devices that this process computes on."""
         return [self.world.device]
 
     @property
@@ -122,12 +123,12 @@ class Prepared:
 
     @property
     def _all(self) -> nn.Module:
-        """One module of all models. A single model is itself, to keep the parameter names that the user knows."""
+        """One module of all models; a single model itself, to keep the user's parameter names."""
         return next(iter(self.models.values())) if len(self.models) == 1 else nn.ModuleDict(self.models)
 
     @property
     def groups(self) -> dict[str, nn.Module]:
-        """The models and the average, by the name of their group of tensors."""
+        """Models and average by the name of their group of tensors."""
         return self.models if self.average is None else self.models | {"ema": self.average.module}
 
     def begin(self) -> None:
@@ -135,24 +136,24 @@ class Prepared:
 
         Raises `RequestError` for a parameter of no model, or of two optimizers.
         """
-        known = {parameter: name for name, parameter in self._all.named_parameters()}
+        names = {parameter: name for name, parameter in self._all.named_parameters()}
         owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
-            strange = [each for group in groups for each in group["params"] if each not in known]
-            if strange:
+            foreign = [parameter for group in groups for parameter in group["params"] if parameter not in names]
+            if foreign:
                 raise RequestError(
-                    f"Optimizer {number} of session.prepare has {len(strange)} parameters of no prepared model (the "
-                    f"first: shape {tuple(strange[0].shape)}): give prepare the model that it was made from, and make "
+                    f"Optimizer {number} of session.prepare has {len(foreign)} parameters of no prepared model (the "
+                    f"first: shape {tuple(foreign[0].shape)}): give prepare the model that it was made from, and make "
                     "the optimizer after the last change of that model's layers."
                 )
-            for each in (each for group in groups for each in group["params"] if optimizer not in self.inner):
-                if owners.setdefault(each, number) != number:
+            for parameter in (item for group in groups for item in group["params"] if optimizer not in self.inner):
+                if owners.setdefault(parameter, number) != number:
                     raise RequestError(
-                        f"Optimizers {owners[each]} and {number} of session.prepare both have the parameter "
-                        f"{known[each]}, and a checkpoint has one state of it; give each parameter one optimizer."
+                        f"Optimizers {owners[parameter]} and {number} of session.prepare both have the parameter "
+                        f"{names[parameter]}, and a checkpoint has one state of it; give each parameter one optimizer."
                     )
-            self._made.append(
+            self._settings.append(
                 [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in groups]
             )
             if optimizer.state:
@@ -160,23 +161,23 @@ class Prepared:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, model in self.groups.items():
-            yield from ((f"{name}/{key}", held) for key, held in model.named_parameters())
+            yield from ((f"{name}/{key}", parameter) for key, parameter in model.named_parameters())
 
     def _statistics(self) -> Iterator[tuple[str, Tensor]]:
         for name, model in self.groups.items():
-            yield from ((f"{name}/{key}", held) for key, held in sync_batchnorm.statistics(model).items())
+            yield from ((f"{name}/{key}", buffer) for key, buffer in sync_batchnorm.statistics(model).items())
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return, by name, tensors bitwise equal on all ranks after a step."""
-        found = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
-        return found | dict(self._statistics()) if self.batchnorm == "sync" else found
+        """Return the tensors by name that are bitwise equal on all ranks after a step."""
+        tensors = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
+        return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
         """Return the weights on this process's further devices."""
         return []
 
     def _facts(self) -> dict[str, Any]:
-        """Return a checkpoint's facts on the sharing of batches."""
+        """Return a checkpoint's facts on data and batches."""
         source = self.source
         return {
             "batchnorm": self.batchnorm,
@@ -189,47 +190,46 @@ class Prepared:
         }
 
     def state(self, step: int, *, pending: bool = False) -> State:
-        """Return the state for a checkpoint (*collective*). With `pending`, gradients wait for a step.
+        """Return the state for a checkpoint (*collective*). With `pending`, it includes the gradients.
 
-        Raises `RunError` where weights or statistics are not finite; other buffers, such as a mask, are not checked.
+        Raises `RunError` for non-finite weights or statistics; other buffers, such as a mask, are not checked.
         """
-        if names := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
-            raise finite.error(step, names, self.remedy())
-        held = optimizer_state(self._all, self.optimizers)
-        tensors, extra = dict(held.tensors), dict[str, Any]()
+        if non_finite := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
+            raise finite.error(step, non_finite, self.remedy())
+        optimizers = optimizer_state(self._all, self.optimizers)
+        tensors, extra = dict(optimizers.tensors), dict[str, Any]()
         for name, model in self.groups.items():
-            own, others = model_state(model, under=name)
-            tensors |= own
-            extra[name] = others
-        known = {id(tensor): name for name, tensor in tensors.items()}
-        meta = held.meta | self._facts() | {"extra": _packed(extra, tensors, known)}
+            model_tensors, extra[name] = model_state(model, under=name)
+            tensors |= model_tensors
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        meta = optimizers.meta | self._facts() | {"extra": _pack(extra, tensors, names)}
         if not self.is_recipe:  # else settings follow from the config and the step
             meta["optimizer"] = {}
-            meta["optimizers"] = [_packed(each.state_dict(), tensors, known) for each in self.optimizers]
-            meta["others"] = [_packed(each.state_dict(), tensors, known) for each in self.others]
-            meta |= {"made": self._made, "kinds": self._kinds()}
+            meta["optimizers"] = [_pack(optimizer.state_dict(), tensors, names) for optimizer in self.optimizers]
+            meta["others"] = [_pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
+            meta |= {"made": self._settings, "kinds": self._kinds()}
         meta["buffers"] = {name: buffer_owners(model) for name, model in self.groups.items()}
         if pending:
-            gradients = {name: each.grad for name, each in self._all.named_parameters() if each.grad is not None}
-            dense = {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
-            tensors |= {f"gradients/{name}": each for name, each in dense.items()}
+            for name, parameter in self._all.named_parameters():
+                if (gradient := parameter.grad) is not None:
+                    tensors[f"gradients/{name}"] = gradient.to_dense() if gradient.is_sparse else gradient
         return State(tensors, meta)
 
     def load(self, state: State) -> None:
         """Restore `state` in place. Raises `RequestError` for a state of other parts or other data."""
         is_own = not self.is_recipe
         if ("optimizers" in state.meta) != is_own:
-            whose = "lockstep train" if is_own else "a loop or a step of your own"
-            raise RequestError(f"{shown(state.origin)} is a checkpoint of {whose}, which this run cannot go on from.")
-        self._check_shares(state)
+            program = "lockstep train" if is_own else "a session in a script or of --step"
+            raise RequestError(f"{shown(state.origin)} is a checkpoint of {program}; this run cannot continue it.")
+        self._check_data(state)
         self.load_weights(state)
         if is_own:
             self._check_parts(state)
             for optimizer, saved in zip(self.optimizers, state.meta["optimizers"], strict=True):
-                load_own_optimizer(optimizer, _unpacked(saved, state.tensors))
-            self._note_kept(state)
-            for other, saved in zip(self.others, state.meta["others"], strict=True):
-                other.load_state_dict(_unpacked(saved, state.tensors))
+                load_own_optimizer(optimizer, _unpack(saved, state.tensors))
+            self._note_restored_settings(state)
+            for item, saved in zip(self.stateful_objects, state.meta["others"], strict=True):
+                item.load_state_dict(_unpack(saved, state.tensors))
         else:
             load_optimizer(self._all, self.optimizers, state)
         gradients = state.part("gradients")
@@ -238,86 +238,89 @@ class Prepared:
                 parameter.grad = laid_out_as(parameter, gradients[name].to(parameter.device))
 
     def load_weights(self, state: State) -> None:
-        """Load a state's models and average alone. Raises `RequestError` for a misfit."""
+        """Load only the models and the average. Raises `RequestError` for tensors that do not fit."""
         with understanding(state.origin or Path("the checkpoint")):
             for name, model in self.groups.items():
-                extra = _unpacked(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}
+                extra = _unpack(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}
                 add_buffers(model, state.part(name), state.meta.get("buffers", {}).get(name, {}))
                 load_model(model, state.part(name), extra.get(name))
 
-    def _check_shares(self, state: State) -> None:
-        """Raise `RequestError` where sample order or batch statistics would change."""
-        now, saved = self._facts(), state.meta
-        for what, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
-            if saved[key] != now[key]:
+    def _check_data(self, state: State) -> None:
+        """Raise `RequestError` if sample order or batch statistics would change."""
+        current, saved = self._facts(), state.meta
+        for label, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
+            if saved[key] != current[key]:
                 raise RequestError(
-                    f"{shown(state.origin)} was trained with {saved[key]} {what}, and here are {now[key]}: its order "
-                    "would be another; give it the same data, or start a new run in another --output."
+                    f"{shown(state.origin)} was trained with {saved[key]} {label}, and this run has {current[key]}, "
+                    "which changes the order; give it the same data, or start a new run in another --output."
                 )
-        was, is_now = (each["contents"].get("train") for each in (saved, now))
-        if was and is_now and is_changed(was, is_now):
+        saved_content, content = (facts["contents"].get("train") for facts in (saved, current))
+        if saved_content and content and is_changed(saved_content, content):
             raise RequestError(
                 f"{shown(state.origin)} was trained with other samples or labels, or in another order, than --data "
                 f"{self.config.data.name} now gives; give it the same data, or begin a new run with its weights by "
                 f"--init-from {shown(state.origin)} in place of --resume."
             )
         kinds = [
-            f"local, of {each['replicas']} replicas" if each["batchnorm"] == "local" else each["batchnorm"]
-            for each in (saved, now)
+            f"local, of {facts['replicas']} replicas" if facts["batchnorm"] == "local" else facts["batchnorm"]
+            for facts in (saved, current)
         ]
         if kinds[0] != kinds[1]:
             raise RequestError(
-                f"The checkpoint was trained with batch statistics {kinds[0]}, and this run would take {kinds[1]}, "
-                "which is another model; continue with --strategy, --batchnorm and --devices as they were."
+                f"The checkpoint was trained with batch statistics {kinds[0]}, and this run would use {kinds[1]}, "
+                "which changes the model; continue with the same --strategy, --batchnorm and --devices."
             )
 
     def _kinds(self) -> list[list[Any]]:
         """Return each optimizer's class and number of parameter groups."""
-        return [[type(each).__name__, len(each.param_groups)] for each in self.optimizers]
+        return [[type(optimizer).__name__, len(optimizer.param_groups)] for optimizer in self.optimizers]
 
     def _check_parts(self, state: State) -> None:
-        saved, ours = (
-            f"{', '.join(f'{name} (parameter groups: {groups})' for name, groups in kinds)} and {others} schedules "
+        """Raise `RequestError` unless the optimizers and other objects are of the saved kinds and number."""
+        saved, current = (
+            f"{', '.join(f'{name} (parameter groups: {groups})' for name, groups in kinds)} and {count} schedules "
             "or other objects"
-            for kinds, others in (
+            for kinds, count in (
                 (state.meta["kinds"], len(state.meta["others"])),
-                (self._kinds(), len(self.others)),
+                (self._kinds(), len(self.stateful_objects)),
             )
         )
-        if saved != ours:
+        if saved != current:
             raise RequestError(
-                f"{shown(state.origin)} was trained with {saved}, and session.prepare was given {ours}; give it the "
-                "same, or start a new run in another output."
+                f"{shown(state.origin)} was trained with {saved}, and session.prepare was given {current}; give it "
+                "the same, or start a new run in another output."
             )
 
-    def _note_kept(self, state: State) -> None:
+    def _note_restored_settings(self, state: State) -> None:
         """Note the numeric settings of optimizers that the checkpoint has replaced."""
-        asked, self._made = self._made, state.meta["made"]
-        for saved, ours in zip(chain.from_iterable(self._made), chain.from_iterable(asked), strict=True):
-            differing = {key: value for key, value in ours.items() if saved.get(key, value) != value}
-            self.kept |= {f"{key} {saved[key]}, not {value}" for key, value in differing.items()}
+        requested, self._settings = self._settings, state.meta["made"]
+        groups = zip(chain.from_iterable(self._settings), chain.from_iterable(requested), strict=True)
+        for saved, current in groups:
+            replaced = {key: value for key, value in current.items() if saved.get(key, value) != value}
+            self.restored_settings |= {f"{key} {saved[key]}, not {value}" for key, value in replaced.items()}
 
     def remedy(self) -> str:
         """Return advice on non-finite numbers, with the last checkpoint if any."""
         folder = self.config.record.output
-        is_kept = folder is not None and find(folder) is not None
-        kept = f"; the last checkpoint in {shown(folder)} is from before" if is_kept else ""
+        has_checkpoint = folder is not None and find(folder) is not None
+        hint = f"; the last checkpoint in {shown(folder)} is from before" if has_checkpoint else ""
         if not self.is_recipe:
-            return f"Lower the learning rate, clip the gradients, or warm up{kept}."
+            return f"Lower the learning rate, clip the gradients, or warm up{hint}."
         return (
-            f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{kept}."
+            f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{hint}."
         )
 
 
-def _packed(value: Any, tensors: dict[str, Tensor], known: dict[int, str]) -> Any:
-    """Return plain data for JSON; tensors go to `tensors`, if not `known` there by id.
+def _pack(value: Any, tensors: dict[str, Tensor], names: dict[int, str]) -> Any:
+    """Return plain data for JSON. Adds tensors to `tensors` unless `names` has their id.
 
     Raises `RequestError` for other objects.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        name = known.get(id(value)) or f"{_OWN}/{sum(key.startswith(f'{_OWN}/') for key in tensors)}"
+        group = f"{_EXTRA_GROUP}/"
+        name = names.get(id(value)) or f"{group}{sum(key.startswith(group) for key in tensors)}"
         tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
@@ -326,21 +329,21 @@ def _packed(value: Any, tensors: dict[str, Tensor], known: dict[int, str]) -> An
     for name, kind in _CONTAINERS.items():
         if type(value) is kind or (name in _SUBCLASSES and isinstance(value, kind)):
             items = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
-            return {name: [_packed(item, tensors, known) for item in items]}
+            return {name: [_pack(item, tensors, names) for item in items]}
     raise RequestError(
-        f"A state given to session.prepare holds a {type(value).__name__}, and checkpoints hold no pickles: put "
-        "tensors, arrays, numbers, texts, lists, tuples, sets and dicts there."
+        f"The state of an object in session.prepare has a {type(value).__name__}, and checkpoints hold no pickles: "
+        "use tensors, arrays, numbers, texts, lists, tuples, sets and dicts."
     )
 
 
-def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
-    ((kind, held),) = value.items()
+    ((kind, content),) = value.items()
     if kind == "tensor":
-        return tensors[held].clone()
+        return tensors[content].clone()
     if kind in ("array", "number"):
-        array = np.array(held[1], held[0])
+        array = np.array(content[1], content[0])
         return array if kind == "array" else array[()]
-    items = [_unpacked(item, tensors) for item in held]
+    items = [_unpack(item, tensors) for item in content]
     return Counter(dict(items)) if kind == "counter" else _CONTAINERS[kind](items)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .loop import Loop
 
 
-def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `start` event. `facts` are added, their `chosen` and `lines` to the others."""
+def describe_start(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the `start` event, including `facts`, whose `chosen` and `lines` are merged."""
     config, prepared, source, position = loop.config, loop.prepared, loop.prepared.source, loop.position
     world = prepared.world
     chosen: dict[str, Any] = {
@@ -31,25 +31,28 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         "ledger": config.proof.ledger,
     }
     if not prepared.is_recipe:
-        optimizers = [f"{type(each).__name__} lr {each.param_groups[0]['lr']:g}" for each in prepared.optimizers]
+        optimizers = [
+            f"{type(optimizer).__name__} lr {optimizer.param_groups[0]['lr']:g}" for optimizer in prepared.optimizers
+        ]
         chosen |= {"loop": "own", "optimizer": ", ".join(optimizers)}
         if isinstance(source, SharedLoader):
             chosen |= {"order": source.order, "drop-last": source.drop_last}
-    lines = [counted(world.size, "rank") if source is None else str(source.plan), _in_words(chosen)]
+    lines = [counted(world.size, "rank") if source is None else str(source.plan), _list_choices(chosen)]
     if world.shared_memory_reason and world.memory is None:
         lines.append(f"gloo, since {world.shared_memory_reason}")
     if source is None and world.size > 1:
         lines.append("no loader was prepared: each rank makes its own batches, which together are the global batch")
     if prepared.batchnorm == "local" and prepared.replicas > 1:
-        lines.append("batch statistics of each replica: the model depends on how many there are")
+        lines.append("batch statistics per replica: the model depends on the number of replicas")
     if isinstance(source, SharedLoader) and source.workers < source.loader.num_workers:
-        lines.append(f"one worker a rank reads the stream, not {source.loader.num_workers}: each would read all of it")
+        workers = source.loader.num_workers
+        lines.append(f"one worker per rank reads the stream, not {workers}: each worker would read all of it")
     lines += prepared.cautions
     if isinstance(source, SharedLoader):
         lines += source.cautions
-    if prepared.kept:
-        kept = "; ".join(sorted(prepared.kept))
-        lines.append(f"the optimizer goes on as it was saved: {kept}; start a new run to change it")
+    if prepared.restored_settings:
+        settings = "; ".join(sorted(prepared.restored_settings))
+        lines.append(f"the optimizer continues as it was saved: {settings}; start a new run to change it")
     return facts | {
         "plan": {} if source is None else dataclasses.asdict(source.plan),
         "output": shown(loop.folder),
@@ -59,22 +62,22 @@ def started(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         "steps_per_epoch": loop.steps or 0,
         "epochs": loop.epochs or 0,
         "covers": COVERS,
-        "lines": [*lines, *facts.get("lines", ()), *_continued(loop)],
+        "lines": [*lines, *facts.get("lines", ()), *_describe_resume(loop)],
         "chosen": chosen,
     }
 
 
-def _in_words(chosen: dict[str, Any]) -> str:
-    """Return the choices in words. For example: `strategy ddp, launcher spawn, 2 × cpu, precision fp32, …`."""
-    first = [f"{key} {chosen[key]}" for key in ("strategy", "launcher") if key in chosen]
-    rest = {key: value for key, value in chosen.items() if value not in (False, "", "none")}
+def _list_choices(chosen: dict[str, Any]) -> str:
+    """Return the choices as text, such as `strategy ddp, launcher spawn, 2 × cpu, precision fp32, …`."""
+    leading = [f"{key} {chosen[key]}" for key in ("strategy", "launcher") if key in chosen]
+    choices = {key: value for key, value in chosen.items() if value not in (False, "", "none")}
     for key in ("strategy", "launcher", "devices", "accelerator"):
-        rest.pop(key, None)
-    told = [key if value is True else f"{key} {value}" for key, value in rest.items()]
-    return ", ".join([*first, f"{chosen['devices']} × {chosen['accelerator']}", *told])
+        choices.pop(key, None)
+    remaining = [key if value is True else f"{key} {value}" for key, value in choices.items()]
+    return ", ".join([*leading, f"{chosen['devices']} × {chosen['accelerator']}", *remaining])
 
 
-def _continued(loop: Loop) -> list[str]:
+def _describe_resume(loop: Loop) -> list[str]:
     """Return lines on the resumed checkpoint and changed settings."""
     config, step, state, total = loop.config, loop.position.step, loop.state, loop.total_steps
     if state is None or state.origin is None:
@@ -82,24 +85,25 @@ def _continued(loop: Loop) -> list[str]:
         return [f"nothing to resume in {shown(loop.folder)}: a new run"] if is_missed else []
     path = shown(state.origin)
     if stalled := loop.position.stalled(config.patience):
-        return [f"nothing is left to train: {path} is of step {step:,}, and {stalled}"]
+        return [f"nothing is left to train: {path} is at step {step:,}, and {stalled}"]
     if 0 < total <= step:
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
     lines = [f"continuing at step {step:,}{f' of {total:,}' if total else ''}, from {path}"]
-    was, is_now = state.meta["precision"], loop.prepared.precision.name
-    if was != is_now:
-        lines.append(f"computed in {is_now} from here on, and was in {was}: another model in its last digits")
-    schedule, before = config.optim.schedule, state.meta["planned_epochs"]
-    if before not in (None, config.epochs) and schedule in SPANNING_SCHEDULES:
+    saved_precision, precision = state.meta["precision"], loop.prepared.precision.name
+    if saved_precision != precision:
+        lines.append(f"precision {precision} from here on, {saved_precision} before: the results differ by rounding")
+    schedule, saved_epochs = config.optim.schedule, state.meta["planned_epochs"]
+    if saved_epochs not in (None, config.epochs) and schedule in SPANNING_SCHEDULES:
         lines.append(
-            f"--schedule {schedule} spans {counted(config.epochs, 'epoch')} from here on, and was begun for {before}: "
-            "the steps behind had other learning rates"
+            f"--schedule {schedule} spans {counted(config.epochs, 'epoch')} from here on, {saved_epochs} before: "
+            "earlier steps had other learning rates"
         )
-    source, before = loop.prepared.source, state.meta["accumulation"]
-    now = 1 if source is None else source.plan.accumulation
-    if before != now:
-        line = f"a batch is cut into {counted(now, 'global micro-batch')} from here on, and was into {before}"
+    source, saved_accumulation = loop.prepared.source, state.meta["accumulation"]
+    accumulation = 1 if source is None else source.plan.accumulation
+    if saved_accumulation != accumulation:
+        micro_batches = counted(accumulation, "global micro-batch")
+        line = f"a batch has {micro_batches} from here on, {saved_accumulation} before"
         if loop.prepared.batchnorm != "none":
-            line += ": batch statistics are those of a micro-batch, so that this is another model than before"
+            line += ": batch statistics are per micro-batch, so that the model changes"
         lines.append(line)
     return lines

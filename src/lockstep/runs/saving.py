@@ -1,4 +1,4 @@
-"""Background saving of checkpoints, with warnings of failed writes."""
+"""Background saving of checkpoints. Reports failed writes as warnings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Saver:
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)
         self.resumed_at: int | None = world.gather(self._on_disk)[0]
-        """Step of this folder's checkpoint that the run continues; None if it continues none of them."""
+        """Step of this folder's checkpoint that the run continues; None for a new run or another folder's."""
 
     def _open(self, folder: Path) -> Checkpoints:
         recorder, state = self._run.recorder, self._run.state
@@ -46,44 +46,44 @@ class Saver:
             raise unwritable(folder, error) from error
 
     def save(self, make: Callable[[], State], *, step: int, score: float | None) -> None:
-        """Save `make()` in the background (*collective*); `score` is None for unscored weights.
+        """Save `make()` in the background (*collective*). `score` is None for unscored weights.
 
-        Weights that score more than the folder's best checkpoint become the best. The run's own best may be missing
-        there, after a failed save or a resume from another folder.
+        Weights become the folder's best checkpoint if their score exceeds that checkpoint's. The run's best score so
+        far may be without a checkpoint, after a failed save or a resume from another folder.
         """
         with self._world.progress.during("save"):
             state = make()
             if self._checkpoints is not None:
-                self._checkpoints.wait()  # until then `best` may change
-                best = score is not None and score > self._best_score(self._checkpoints.folder)
-                self._checkpoints.save(state, step=step, best=best)
+                self._checkpoints.wait()  # an earlier save may still replace `best`
+                is_best = score is not None and score > self._best_score(self._checkpoints.folder)
+                self._checkpoints.save(state, step=step, best=is_best)
 
     def _best_score(self, folder: Path) -> float:
         """Return the score of this run's `best` checkpoint; -inf if none."""
-        with contextlib.suppress(*DEFECTS):  # nothing there, or damaged
+        with contextlib.suppress(*DEFECTS):  # missing or damaged
             meta = peek(folder / "best") or {}
-            if meta["step"] <= (self._on_disk or 0):  # else `best` is of a branch that the run has left
+            if meta["step"] <= (self._on_disk or 0):  # else `best` belongs to an abandoned branch of the run
                 return float(meta["scores"]["top1"])
         return -math.inf
 
     def poll(self) -> None:
-        """Report how the save in the background ended, if finished."""
+        """Report the result of the background save, if it has ended."""
         if self._checkpoints is not None:
             self._checkpoints.poll()
 
     def finish(self, step: int) -> tuple[str, str]:
-        """Return why `step` is not saved, and advice (*collective*). The reason is "" where `step` is on the disk."""
+        """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk."""
         with self._world.progress.during("save"):
             self.close()
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
             return "", self._resume_hint
-        why, hint = "there is no checkpoint", "start the same command again"
+        reason, hint = "there is no checkpoint", "start the same command again"
         if on_disk is not None:
-            why, hint = f"the last one is of step {on_disk}", self._resume_hint
-        return why, f"mend what the warnings tell of and {hint}"
+            reason, hint = f"the last one is of step {on_disk}", self._resume_hint
+        return reason, f"fix the problems in the warnings and {hint}"
 
     def close(self) -> None:
-        """Wait for the save in the background."""
+        """Wait for the background save."""
         if self._checkpoints is not None:
             self._checkpoints.wait()

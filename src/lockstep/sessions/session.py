@@ -181,7 +181,7 @@ class Session:
                 "whose position it saves."
             )
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-            prepared.others.append(part)
+            prepared.stateful_objects.append(part)
             if isinstance(part, torch.amp.GradScaler):
                 self._take_scaler(part)
             if not isinstance(part, LRScheduler):
@@ -236,7 +236,7 @@ class Session:
                 attach(optimizer, "zero_grad", self._at_last)
             for model in self.prepared.models.values():
                 attach(model, "zero_grad", self._at_last)
-            for part in (*self.prepared.others, *self.prepared.models.values()):
+            for part in (*self.prepared.stateful_objects, *self.prepared.models.values()):
                 if isinstance(part, LRScheduler):
                     gate_schedule(part, lambda: self._stepper.is_whole)
                 for name in ("update_parameters", "unscale_", "update"):
