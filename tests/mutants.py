@@ -148,18 +148,18 @@ BatchNorm stays local: nn/sync_batchnorm.py
 - for norm in plain.values():
 + for norm in ():
 the running variance is the biased one: nn/sync_batchnorm.py
-- found = mean, var, var * (count / (count - 1))
-+ found = mean, var, var
+- moments = mean, var, var * (count / (count - 1))
++ moments = mean, var, var
 BatchNorm's backward pass forgets the other ranks: nn/sync_batchnorm.py
 - kernels.summed(ctx.world, dot, total)
 + ctx.world.size * kernels.summed(World.alone(), dot, total)
 BatchNorm's mean is one of means: nn/sync_batchnorm.py
-- pooled = (found * shares).sum(0)
-+ pooled = found.mean(0)
+- pooled = (by_rank * fractions).sum(0)
++ pooled = by_rank.mean(0)
 = unit/test_strategies.py::test_the_first_replicas_statistics_are_kept
 replicas in threads share running statistics: _torch.py
-- None if held is None else held.clone()
-+ held
+- None if buffer is None else buffer.clone()
++ buffer
 = unit/test_strategies.py::test_autocast_holds_in_every_replica
 replicas in threads forget the precision: exchange/replicas.py
 - enabled=dtype is not None

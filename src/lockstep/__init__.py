@@ -1,23 +1,23 @@
 """lockstep trains the same PyTorch model on any number of devices.
 
-A loop of one's own:
+Your training loop:
 
-    session = lockstep.session()                        one rank of the job, alone where nothing has started others
-    session.prepare(model, optimizer, loader, …)        made ready, in the same order
-    session.epochs(n)                                   the epochs that are left
+    session = lockstep.session()                        this rank of the job; a single rank without a launcher
+    session.prepare(model, optimizer, loader, …)        returns the prepared objects in the same order
+    session.epochs(n)                                   the remaining epochs
     session.backward(loss, weight=None)                 in place of loss.backward()
-    session.evaluating(loader)                          shares of each batch, each sample once
+    session.evaluating(loader)                          this rank's share of each batch; each sample once
     session.sum, .mean, .max, .gather                   over all ranks
-    session.log, .print, .score                         records; rank 0's print; how good the weights are
-    lockstep.launch(main, devices=2)                    a function that calls session(), on several ranks
+    session.log, .print, .score                         record values; print on rank 0; score the weights
+    lockstep.launch(main, devices=2)                    call a function that uses session() on several ranks
 
 The command from Python:
 
     config = lockstep.override(lockstep.recipe("digits"), devices=2)
-    result = lockstep.launch(lockstep.run, config)      what `lockstep train digits --devices 2` does
+    result = lockstep.launch(lockstep.run, config)      as `lockstep train digits --devices 2`
 
-Failures raise a `LockstepError`, whose text is one sentence: `RequestError`, `RunError`, `ProofError`, `Stopped`. The
-names are looked up when they are used, so that importing lockstep, and with it the command, does not import torch.
+Failures raise a `LockstepError`, whose text is one sentence: `RequestError`, `RunError`, `ProofError`, `Stopped`. Names
+are imported on first use, so that importing lockstep, and with it the command, does not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The parts of torch that lockstep uses and torch does not promise.
+"""Private API of torch: the parts that lockstep uses and torch does not promise.
 
-`tests/ranks/test_private.py` says what breaks without each.
+`tests/ranks/test_private.py` shows the consequences of a missing part.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base of all of torch's, and of users' own
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the base class of torch's and users' layers
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a module that is not
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a private module
 from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:  # torch.distributed has them in public, unseen by type checkers
+if TYPE_CHECKING:  # public in torch.distributed, but type checkers do not see them there
     from torch._C import _distributed_c10d as _stores
 else:
     import torch.distributed as _stores
@@ -41,11 +41,11 @@ Store = _stores.Store
 TCPStore = _stores.TCPStore
 
 foreach_copy_ = torch._foreach_copy_
-"""One operation on a list of tensors, in a few kernels, as torch's optimizers use it; else there is one a tensor."""
+"""Copy of a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""
 
 
 def is_viewed(tensor: Tensor) -> bool:
-    """Return whether another tensor shares the memory of `tensor`, whose base it is."""
+    """Return whether another tensor is a view of `tensor`."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2  # `tensor` and `storage`
 
@@ -57,67 +57,68 @@ class UserHooks:
     """A user's hooks on parameters."""
 
     def __init__(self) -> None:
-        self._none_at = (-1, 0)  # hooks that torch had ever registered, and parameters, when no parameter had one
+        self._state_without_hooks = (-1, 0)  # torch's count of hooks and the number of parameters, with no hook on any
 
     @contextlib.contextmanager
     def removed(
-        self, parameters: Sequence[Tensor], own: Mapping[Any, Any]
+        self, parameters: Sequence[Tensor], staying: Mapping[Any, Any]
     ) -> Iterator[list[tuple[Tensor, Hooks, Hooks]]]:
-        """Take the hooks off parameters until the block ends. `own` are handles of hooks that stay, by parameter.
+        """Remove the hooks from parameters until the block ends. `staying` are handles of other hooks, by parameter.
 
-        Yields each parameter with its hooks on the gradient, and those after its accumulation. Looks at the parameters
-        (0.1 µs each) only where torch may have registered a hook since none had one.
+        Yields each parameter with its hooks on the gradient, and its hooks after accumulation. Reads the parameters
+        (0.1 µs each) only if torch may have registered a hook since none had one.
         """
-        taken: list[tuple[Any, dict[int, Any]]] = []
+        removed: list[tuple[Any, dict[int, Any]]] = []
         hooks: list[tuple[Tensor, Hooks, Hooks]] = []
-        staying = int(bool(own))  # all that train have one, or none has
-        known = RemovableHandle.next_id, len(parameters)
-        for parameter in parameters if known != self._none_at else ():
-            before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            if before or (after and len(after) > staying):
-                stays = own[parameter].id if parameter in own else None
-                pair = [{key: hook for key, hook in (held or {}).items() if key != stays} for held in (before, after)]
+        staying_count = int(bool(staying))  # all trained parameters have one, or none has
+        state = RemovableHandle.next_id, len(parameters)
+        for parameter in parameters if state != self._state_without_hooks else ():
+            gradient_hooks, accumulation_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            if gradient_hooks or (accumulation_hooks and len(accumulation_hooks) > staying_count):
+                staying_key = staying[parameter].id if parameter in staying else None
+                tables = gradient_hooks, accumulation_hooks
+                pair = [{key: hook for key, hook in (table or {}).items() if key != staying_key} for table in tables]
                 hooks.append((parameter, [*pair[0].values()], [*pair[1].values()]))
-                taken += [(held, items) for held, items in zip((before, after), pair, strict=True) if items]
+                removed += [(table, items) for table, items in zip(tables, pair, strict=True) if items]
         if not hooks:
-            self._none_at = known
-        for held, items in taken:
+            self._state_without_hooks = state
+        for table, items in removed:
             for key in items:
-                del held[key]
+                del table[key]
         try:
             yield hooks
         finally:
-            for held, items in taken:
-                held.update(items)
+            for table, items in removed:
+                table.update(items)
 
 
 _COMPILER = "torch._dynamo"
 COMPILERS = {f"{_COMPILER}.convert_frame", "torch._inductor.compile_fx"}
-"""Modules with a frame on the stack while torch compiles, and none while it runs what it has compiled."""
-_KEPT = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what it calls in place of a function
+"""Modules with a frame on the stack while torch compiles, but not while compiled code runs."""
+_REPLACEMENT = "__dynamo_disable"  # attribute in which `torch._compile._disable_dynamo` caches its replacement
 
 
 def spare_compiler() -> None:
-    """Have optimizers not import torch's compiler.
+    """Keep optimizers from importing torch's compiler.
 
-    Its import takes nearly as long as torch's own. They import it to exclude some of their methods from compilation.
-    As long as no other code has imported it, nothing is compiled, and the methods are called as they are; after that
-    all is as torch has it. Where torch keeps this in another way, a start takes a second longer.
+    Its import takes nearly as long as torch's. Optimizers import it to exclude some of their methods from compilation.
+    Until other code imports the compiler, nothing is compiled, and the methods are called directly; after that torch's
+    behaviour is restored. If a version of torch caches this in another way, a start takes a second longer.
     """
     for owner in (Optimizer,):
         for method in vars(owner).values():
-            for each in (method, getattr(method, "__wrapped__", None)):  # a context manager wraps such a method
-                name = getattr(getattr(each, "__code__", None), "co_qualname", "")
-                if each is not None and name == "_disable_dynamo.<locals>.inner":
-                    setattr(each.__wrapped__, _KEPT, _plain(each.__wrapped__, each))
+            for function in (method, getattr(method, "__wrapped__", None)):  # a context manager wraps such a method
+                name = getattr(getattr(function, "__code__", None), "co_qualname", "")
+                if function is not None and name == "_disable_dynamo.<locals>.inner":
+                    setattr(function.__wrapped__, _REPLACEMENT, _call_directly(function.__wrapped__, function))
 
 
-def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
+def _call_directly(wrapped: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if _COMPILER not in sys.modules:
-            return within(*given, **named)
-        vars(within).pop(_KEPT, None)
-        return method(*given, **named)
+            return wrapped(*args, **kwargs)
+        vars(wrapped).pop(_REPLACEMENT, None)
+        return method(*args, **kwargs)
 
     return call
 
@@ -126,8 +127,8 @@ def _plain(within: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
 def step(optimizer: Optimizer) -> None:
     """Step the optimizer without torch's wrappers.
 
-    These are a profiler's mark, hooks, and marks for the compiler, which take time in each step, and import the
-    compiler too. Of an optimizer that is wrapped in another way, as much is left out as `inspect.unwrap` takes off.
+    The wrappers are a profiler's mark, hooks and marks for the compiler, which take time in each step and import the
+    compiler. `inspect.unwrap` decides how much of any other wrapping is removed.
     """
     kind: Any = type(optimizer)
     _unwrapped_step(kind)(optimizer)
@@ -135,44 +136,44 @@ def step(optimizer: Optimizer) -> None:
 
 @functools.cache
 def _unwrapped_step(kind: Any) -> Callable[[Optimizer], Any]:
-    found: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
-    return found
+    unwrapped: Callable[[Optimizer], Any] = inspect.unwrap(kind.step)
+    return unwrapped
 
 
 def step_with_hooks(optimizer: Optimizer) -> Any:
-    """Step as `optimizer.step()`; as `step` for torch's own without hooks."""
+    """Call `optimizer.step()`; for torch's optimizers without hooks, call `step` instead."""
     kind, module = type(optimizer), sys.modules[Optimizer.__module__]
-    hooked = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
-    hooked |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
-    if hooked or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
+    has_hooks = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
+    has_hooks |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
+    if has_hooks or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
         return kind.step(optimizer)
     return step(optimizer)
 
 
 @contextlib.contextmanager
 def as_default_group(group: Any) -> Iterator[None]:
-    """Make `group` the only process group that torch knows of.
+    """Make `group` torch's default process group within the block.
 
-    A step of the user's own may ask for the world's size, or exchange something, where one process computes alone.
+    A user's step may read the world's size or call a collective while one process computes alone.
     """
-    whole = dist.group.WORLD
+    default = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
     try:
         yield
     finally:
-        dist.distributed_c10d._update_default_pg(whole)
+        dist.distributed_c10d._update_default_pg(default)
 
 
 def arguments(operator: Any) -> Sequence[Any]:
-    """Return an operator's arguments. Each has its name, and whether the operator writes to it (`alias_info`)."""
-    found: Sequence[Any] = operator._schema.arguments
-    return found
+    """Return an operator's arguments: `name`, and `alias_info` if the operator writes to it."""
+    schema_arguments: Sequence[Any] = operator._schema.arguments
+    return schema_arguments
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` was given; another one itself."""
-    found: nn.Module = getattr(module, "_orig_mod", module)
-    return found
+    """Return the original of a `torch.compile(module)`, or `module` itself."""
+    original: nn.Module = getattr(module, "_orig_mod", module)
+    return original
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -181,39 +182,39 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """Copy the module tree, with shared parameters and buffers of its own.
+    """Copy the module tree, with shared parameters and copied buffers.
 
-    torch's own `replicate` copies to GPUs alone.
+    torch's `replicate` copies to GPUs only.
     """
     copies: dict[nn.Module, nn.Module] = {}
-    for each in module.modules():
-        copy = each.__new__(type(each))
-        # What lockstep has put in the place of a method knows its object.
+    for original in module.modules():
+        copy = original.__new__(type(original))
+        # A method that lockstep has replaced refers to its object (see nn/attach.py).
         copy.__dict__ = {
             name: moved_to(copy) if (moved_to := getattr(value, "moved_to", None)) else value
-            for name, value in each.__dict__.items()
+            for name, value in original.__dict__.items()
         }
-        copy._parameters = each._parameters.copy()
-        copy._buffers = {name: None if held is None else held.clone() for name, held in each._buffers.items()}
-        copies[each] = copy
-    for each, copy in copies.items():
-        copy._modules = {name: None if child is None else copies[child] for name, child in each._modules.items()}
+        copy._parameters = original._parameters.copy()
+        copy._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in original._buffers.items()}
+        copies[original] = copy
+    for original, copy in copies.items():
+        copy._modules = {name: None if child is None else copies[child] for name, child in original._modules.items()}
     return copies[module]
 
 
 def end_workers(iterator: Any) -> None:
     """End a DataLoader's workers now, and wait for them.
 
-    Otherwise they live as long as the iterator, which an exception's trace may hold.
+    Otherwise they live as long as the iterator, which an exception's traceback may keep alive.
     """
     if end := getattr(iterator, "_shutdown_workers", None):
         end()
 
 
 def on_unsent(report: Callable[[BaseException], None]) -> None:
-    """Have this process end, after `report`, where a queue cannot send an object, such as a batch with a lambda.
+    """End this process, after `report`, if a queue cannot send an object, such as a batch with a lambda.
 
-    Python's queues drop it and go on: whoever waits for it would wait for ever.
+    Python's queues drop the object silently: its receiver would wait for ever.
     """
 
     def end(error: BaseException, item: object) -> None:
@@ -224,23 +225,23 @@ def on_unsent(report: Callable[[BaseException], None]) -> None:
 
 
 def set_timeout(limit: timedelta) -> None:
-    """Set the time limit of collectives: in public from torch 2.15 on."""
+    """Set the time limit of collectives. Public from torch 2.15 on."""
     (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(limit)
 
 
 def plain_rendezvous(state: bytes) -> Any:
     """Unpickle the state of a dynamic rendezvous (round, participants, closed).
 
-    torch itself unpickles any bytes in the agents' store: a stranger who reaches that port could have every agent run
-    code. Here the bytes may name the few types that such a state is made of, and nothing else. Raises
-    `pickle.UnpicklingError` for others, and so refuses to begin where torch keeps its state in another way.
+    torch unpickles any bytes in the agents' store: a stranger who reaches that port could make every agent run code.
+    Here the bytes may only name the few types of such a state. Raises `pickle.UnpicklingError` for others, and so
+    refuses to start if a version of torch has a different state.
     """
     return _Plain(io.BytesIO(state)).load()
 
 
 class _Plain(pickle.Unpickler):
     _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-    _KNOWN = frozenset(
+    _TYPES = frozenset(
         {
             *((_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc")),
             *(("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")),
@@ -249,13 +250,13 @@ class _Plain(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._KNOWN:
+        if (module, name) not in self._TYPES:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def mode_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Sequence[Any]:
-    """Return the active modes of this kind, the innermost last."""
+    """Return the active modes of this mode's kind, innermost last."""
     stack: Any = overrides._get_current_function_mode_stack
     if isinstance(mode, TorchDispatchMode):
         stack = _python_dispatch._get_current_dispatch_mode_stack

@@ -185,7 +185,7 @@ def test_the_watch_names_the_line_of_a_draw(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(World, "gather", lambda self, item: [item] * self.size)
     sentence = _watched(lambda: nn.Dropout(0.5)(torch.ones(3)))
     assert __file__ in sentence
-    assert "(aten.bernoulli_.float) draws random numbers, other ones on each rank" in sentence
+    assert "(aten.bernoulli_.float) draws different random numbers on each rank" in sentence
     assert _watched(lambda: nn.Dropout(0.5).eval()(torch.ones(3))) == ""
     assert _watched(lambda: torch.rand(3), ALONE) == ""
     assert not _torch.mode_stack(Mode())

@@ -1,6 +1,6 @@
-"""Attaching to a user's objects: a callable in place of a method, for one object alone.
+"""Attachment to user objects: a callable replaces a method of one object.
 
-The object keeps its class. Its pickles have the class's own method, and so do its copies unless asked otherwise.
+The object keeps its class. Its pickles have the class's method, as do its copies unless `copies` is set.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-By = Callable[..., Any]
-"""by(method, *args, **kwargs)"""
+Wrapper = Callable[..., Any]
+"""wrapper(method, *args, **kwargs)"""
 
 
 class Attached:
     """Callable in place of a method, among the attributes of one object."""
 
-    def __init__(self, owner: Any, name: str, by: By, *, copies: bool = False) -> None:
-        """Take the place of `owner.name`. With `copies`, deep copies of `owner` have the same."""
+    def __init__(self, owner: Any, name: str, wrapper: Wrapper, *, copies: bool = False) -> None:
+        """Replace `owner.name`. With `copies`, deep copies of `owner` have the replacement too."""
         # No bound method: a model that refers to itself would live until the garbage collector finds it.
-        self.owner, self.name, self.by, self._copies = weakref.ref(owner), name, by, copies
-        self._before = vars(owner).get(name)
+        self.owner, self.name, self.wrapper, self._copies = weakref.ref(owner), name, wrapper, copies
+        self._replaced = vars(owner).get(name)
         self.__name__, self.__doc__ = name, getattr(getattr(owner, name), "__doc__", None)
 
     @property
     def method(self) -> Any:
-        """The method that it took the place of, or the class's function, partial in its object."""
+        """The replaced method, or the class's function, partial in its object."""
         owner = self.owner()
         # Not a bound method, which torch's compiler cannot make.
-        return functools.partial(getattr(type(owner), self.name), owner) if self._before is None else self._before
+        return functools.partial(getattr(type(owner), self.name), owner) if self._replaced is None else self._replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.by(self.method, *args, **kwargs)
+        return self.wrapper(self.method, *args, **kwargs)
 
     @property
-    def __func__(self) -> Any:  # as schedules ask of the step that they find
+    def __func__(self) -> Any:  # schedules read it from an optimizer's step
         return lambda _, *args, **kwargs: self(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -48,35 +48,35 @@ class Attached:
         if owner is None:
             return self.method
         if self._copies:
-            return self.moved_to(owner, copy.deepcopy(self._before, memo))
+            return self.moved_to(owner, copy.deepcopy(self._replaced, memo))
         method = getattr(type(owner), self.name, None)
         return self.method if method is None else types.MethodType(method, owner)
 
-    def moved_to(self, owner: Any, before: Any = None) -> Attached:
-        """Return the same for another object, in place of its class's method or of `before`."""
-        anew = copy.copy(self.__dict__) | {"owner": weakref.ref(owner), "_before": before}
+    def moved_to(self, owner: Any, replaced: Any = None) -> Attached:
+        """Return the same attachment for another object, in place of its class's method or of `replaced`."""
+        attributes = copy.copy(self.__dict__) | {"owner": weakref.ref(owner), "_replaced": replaced}
         attached = object.__new__(Attached)
-        attached.__dict__.update(anew)
+        attached.__dict__.update(attributes)
         return attached
 
     def remove(self) -> None:
-        """Give the object its method back, unless another one has taken this one's place."""
+        """Restore the object's method, unless another callable has replaced this one."""
         owner = self.owner()
         if owner is not None and vars(owner).get(self.name) is self:
             vars(owner).pop(self.name)
-            if self._before is not None:
-                vars(owner)[self.name] = self._before
+            if self._replaced is not None:
+                vars(owner)[self.name] = self._replaced
 
 
-def attach(owner: Any, name: str, by: By, *, copies: bool = False) -> Attached:
-    """Have `owner.name(…)` call `by(the own method, …)`."""
-    attached = Attached(owner, name, by, copies=copies)
+def attach(owner: Any, name: str, wrapper: Wrapper, *, copies: bool = False) -> Attached:
+    """Make `owner.name(…)` call `wrapper(replaced method, …)`."""
+    attached = Attached(owner, name, wrapper, copies=copies)
     setattr(owner, name, attached)
     return attached
 
 
 def gate_schedule(schedule: Any, is_open: Callable[[], bool]) -> None:
-    """Have a schedule step only while `is_open()`. Its state is its own."""
+    """Make a schedule step only while `is_open()`. Its state stays unchanged."""
     attach(schedule, "step", lambda step, *args, **kwargs: step(*args, **kwargs) if is_open() else None)
     attach(
         schedule,

@@ -16,15 +16,15 @@ def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Return x without gaps in memory, ordered like `like`. The kernels misread gaps."""
     like = x if like is None else like
     orders = torch.channels_last, torch.channels_last_3d
-    order = next((each for each in orders if like.is_contiguous(memory_format=each)), torch.contiguous_format)
-    return x.contiguous(memory_format=order)
+    matches = (order for order in orders if like.is_contiguous(memory_format=order))
+    return x.contiguous(memory_format=next(matches, torch.contiguous_format))
 
 
 def exchange(world: World, mean: Tensor, var: Tensor, count: int) -> Tensor:
     """Return every rank's statistics as a row of float64 (*collective*)."""
-    # `full` fills on the device; a tensor made of a number would be copied from the host, which waits for that.
-    own_count = torch.full((1,), count, dtype=torch.float64, device=mean.device)
-    return world.stack(torch.cat([mean.double(), var.double(), own_count]))
+    # `full` fills on the device; a tensor made from a number would make the host wait for a copy.
+    counts = torch.full((1,), count, dtype=torch.float64, device=mean.device)
+    return world.stack(torch.cat([mean.double(), var.double(), counts]))
 
 
 def summed(world: World, dot: Tensor, total: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
 
 
 def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ(dy·x̂) and Σdy per channel. x̂ is the normalised x, which is not empty."""
+    """Return Σ(dy·x̂) and Σdy per channel. x̂ is the normalised x, with at least one sample."""
     invstd = _invstd(var, eps)
     total, dot, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, False, False)
     return dot * invstd, total
@@ -53,10 +53,10 @@ def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor
 def input_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Tensor
 ) -> Tensor:
-    """Return the input's gradient. It is w/s · (dy - total - x̂ · dot); `means` are all ranks' of dot and total."""
+    """Return the input's gradient, w/s · (dy - total - x̂ · dot). `means` (2·C,) are all ranks' dot and total."""
     invstd = _invstd(var, eps)
     dot, total = means.to(var.dtype).view(2, -1).unbind()
-    # The kernel takes sums and counts: the means are sums of one. It wants Σdy·(x - mean), hence the division.
+    # The kernel takes sums and counts: means are sums with a count of 1. It takes Σdy·(x - mean), hence the division.
     one = torch.ones(1, dtype=torch.int32, device=x.device)
     return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, total, dot / invstd, one)
 

@@ -1,19 +1,17 @@
 """BatchNorm over all ranks, as one process would compute it.
 
-Ordinary BatchNorm takes mean and variance of the samples that its own rank holds, so that the model changes with
-the number of ranks. Here each rank gets the others' count, mean and variance of each channel, in float64: one
-all-gather forward. The gradient of the input needs two sums over the whole micro-batch: one exchange backward. With
-dy the gradient of the output, x̂ the normalised input, s the standard deviation, w the weight and n the global count
-of values per channel,
+Ordinary BatchNorm takes mean and variance of its rank's samples, so that the model changes with the number of ranks.
+Here each rank receives the other ranks' count, mean and variance of each channel, in float64: one all-gather forward.
+The gradient of the input needs two sums over the global micro-batch: one exchange backward. With dy the gradient of the
+output, x̂ the normalised input, s the standard deviation, w the weight and n the global count of values per channel,
 
     dx = w/s · (dy - Σdy/n - x̂ · Σ(dy·x̂)/n).
 
-The gradients of weight and bias stay those of the rank's own samples: the strategy reduces them. A rank whose samples
-only stand in, or that has none, joins both collectives with zeros. torch's own `SyncBatchNorm` refuses a CPU, and on a
-GPU the host waits once a layer, to find the ranks without a sample. Here the global count stays on the device: no host
-waits.
+The gradients of weight and bias cover the rank's samples: the strategy reduces them. A rank with an empty share joins
+both collectives with zeros. torch's `SyncBatchNorm` refuses a CPU, and on a GPU makes the host wait once per layer, to
+find the ranks without a sample. Here the global count stays on the device, so that the host never waits.
 
-The layers stay the objects that they are, and of their classes: each has its `forward` replaced (see `attach`).
+The layers keep their identity and class: only their `forward` is replaced (see `attach`).
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from ..world.world import World
 from . import cpu_kernels, cuda_kernels
 from .attach import Attached, attach
 
-_EAGER: list[Callable[..., Tensor]] = []  # `SyncBatchNorm._synchronised` as a compiler leaves it alone
+_EAGER: list[Callable[..., Tensor]] = []  # `SyncBatchNorm._synchronised`, excluded from compilation
 
 
 class SyncBatchNorm:
-    """Forward of BatchNorm1d, 2d and 3d layers over the samples of all ranks of `world`, in place of their own.
+    """Forward pass of BatchNorm layers over the samples of all ranks of `world`.
 
-    Input and output (N, C) or (N, C, …), N may differ between ranks and be 0. In training, calls and the backward pass
-    are *collective*; in evaluation the layer's own forward is called. No second derivatives.
+    Input and output are (N, C) or (N, C, …); N may differ between ranks and be 0. In training, forward and backward
+    pass are *collective*; in evaluation the layer's replaced forward runs. Has no second derivatives.
     """
 
     stand_in: ClassVar[bool] = False
-    """Whether this rank's samples stand in for an empty share, and are left out of all statistics."""
+    """Whether this rank's samples stand in for an empty share: statistics exclude them."""
 
     def __init__(self, world: World, *, is_folded: bool = False) -> None:
         self.world, self.is_folded = world, is_folded
@@ -56,18 +54,21 @@ class SyncBatchNorm:
         return norm
 
     def __call__(self, forward: partial[Tensor], input: Tensor) -> Tensor:
-        """Return the input normalised as the global micro-batch is (*collective* in training)."""
+        """Return the input normalised over the global micro-batch (*collective* in training).
+
+        Raises `ValueError` for another number of channels.
+        """
         norm: BatchNorm = forward.args[0]
         if not norm.training:
             return forward(input)
-        # torch's kernels do not check it, and would read beyond the weights.
+        # torch's kernels do not check the shape, and would read beyond the weights.
         if input.dim() < 2 or input.shape[1] != norm.num_features:
-            asked = f"(N, {norm.num_features}) or (N, {norm.num_features}, …)"
-            raise ValueError(f"BatchNorm of {norm.num_features} channels takes {asked}, found {tuple(input.shape)}")
+            shapes = f"(N, {norm.num_features}) or (N, {norm.num_features}, …)"
+            raise ValueError(f"BatchNorm of {norm.num_features} channels takes {shapes}, found {tuple(input.shape)}")
         if not torch.compiler.is_compiling():
             return self._synchronised(norm, input)
-        # Ranks whose shares differ have different programs, which only Python's order keeps in step.
-        if not _EAGER:  # made where there is a compiler: importing it takes as long as torch itself
+        # Ranks with different shares compile different programs; eager code keeps their collectives in one order.
+        if not _EAGER:  # only once a compiler runs: importing it takes as long as torch itself
             _EAGER.append(torch.compiler.disable(SyncBatchNorm._synchronised))  # type: ignore[no-untyped-call]
         y: Tensor = _EAGER[0](self, norm, input)
         return y
@@ -87,7 +88,7 @@ def _track(norm: BatchNorm, mean: Tensor, var: Tensor) -> None:
     if running_mean is None or running_var is None or batches is None:
         return
     batches.add_(1)
-    # Without a momentum the running statistics are the plain average over all batches so far.
+    # Without a momentum the running statistics are the average over all batches so far.
     momentum = 1 / batches.to(running_mean.dtype) if norm.momentum is None else norm.momentum
     running_mean.lerp_(mean.to(running_mean.dtype), momentum)
     running_var.lerp_(var.to(running_var.dtype), momentum)
@@ -95,30 +96,30 @@ def _track(norm: BatchNorm, mean: Tensor, var: Tensor) -> None:
 
 @np.errstate(all="ignore")  # a run that diverges is reported by its loss
 def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-    """Return all ranks' statistics (*collective*).
+    """Return mean, biased and unbiased variance (C,), and values per channel of all ranks (*collective*).
 
-    They are mean, biased and unbiased variance (C,), and the number of values per channel.
-    A single value raises `ValueError`, but on GPUs, where the host would have to wait: running variances become NaN.
+    Raises `ValueError` for a single value per channel on CPUs. On GPUs the host would have to wait: there the running
+    variance becomes NaN.
     """
     kernels, channels = _kernels(x), x.shape[1]
     count: Any = 0 if SyncBatchNorm.stand_in else x.numel() // channels
     mean, var = kernels.statistics(x, eps) if count else 2 * (torch.zeros(channels, device=x.device),)
     if world.size > 1:
-        found = kernels.exchange(world, mean, var, count)
-        means, counts = found[:, :channels], found[:, -1:]
+        by_rank = kernels.exchange(world, mean, var, count)
+        means, counts = by_rank[:, :channels], by_rank[:, -1:]
         count = counts.sum() if x.is_cuda else int(counts.sum())
-        shares = counts / count
-        pooled = (found * shares).sum(0)
-        mean, within = pooled[:channels], pooled[channels:-1]
-        # Around the common mean, not the mean of squares less the square of the mean, which loses a small variance.
-        var = within + ((means - mean) ** 2 * shares).sum(0)
+        fractions = counts / count
+        pooled = (by_rank * fractions).sum(0)
+        mean, variance_within = pooled[:channels], pooled[channels:-1]
+        # Around the common mean: E[x²] - E[x]² would lose a small variance.
+        var = variance_within + ((means - mean) ** 2 * fractions).sum(0)
     if isinstance(count, int) and count <= 1:
         raise ValueError(f"BatchNorm needs more than 1 value per channel in training, found {count} on all ranks")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    found = mean, var, var * (count / (count - 1))
+    moments = mean, var, var * (count / (count - 1))
     if isinstance(mean, Tensor):
-        return *(each.to(dtype) for each in found), count
-    return *torch.from_numpy(np.array(found)).to(dtype).unbind(), count  # at once: 4 µs, not 6
+        return *(moment.to(dtype) for moment in moments), count
+    return *torch.from_numpy(np.array(moments)).to(dtype).unbind(), count  # at once: 4 µs, not 6
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -126,7 +127,7 @@ def _kernels(x: Tensor) -> ModuleType:
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises, with the gradient through the global mean and variance."""
+    """Normalisation with the gradient through the global mean and variance."""
 
     @staticmethod
     def forward(
@@ -148,7 +149,7 @@ class _Normalise(torch.autograd.Function):
         kernels, eps = _kernels(x), ctx.eps
         if ctx.counts:
             dot, total = kernels.sums(dy, x, weight, mean, var, eps)
-        else:  # a stand-in, or no sample, by whose number torch's CPU kernel would divide (SIGFPE)
+        else:  # an empty share: torch's CPU kernel would divide by 0 samples (SIGFPE)
             dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -161,11 +162,11 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def convert(model: nn.Module, world: World) -> nn.Module:
-    """Return `model` with every BatchNorm made synchronous over `world`.
+    """Make every BatchNorm of `model` synchronous over `world`; return `model`.
 
-    A world of one rank changes nothing.
-    Layers stay the objects that they are, of their classes. torch's `SyncBatchNorm` changes too, unless it has a
-    process group of its own. Raises `RequestError` for a kind of BatchNorm whose own behaviour would be dropped.
+    A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm` layers change
+    too. Raises `RequestError` for subclasses, and for layers with a process group or a replaced `forward`, whose
+    behaviour would be lost.
     """
     if world.size == 1:
         return model
@@ -173,8 +174,8 @@ def convert(model: nn.Module, world: World) -> nn.Module:
     for name, norm in plain.items():
         if type(norm) not in _KINDS or getattr(norm, "process_group", None) is not None or "forward" in vars(norm):
             raise RequestError(
-                f"Layer {name!r} is a {type(norm).__name__}, a BatchNorm of its own kind, which cannot be made "
-                f"synchronous; use --batchnorm local, or nn.BatchNorm in the model."
+                f"Layer {name!r} is a {type(norm).__name__}, a custom BatchNorm that cannot be made synchronous; use "
+                f"--batchnorm local, or nn.BatchNorm in the model."
             )
     for norm in plain.values():
         SyncBatchNorm.of(norm, world)
@@ -182,22 +183,22 @@ def convert(model: nn.Module, world: World) -> nn.Module:
 
 
 def restore(model: nn.Module) -> None:
-    """Give all BatchNorms of `model` their own forward back."""
+    """Restore the forward of all BatchNorms of `model`."""
     for _, norm in _norms(model):
         forward = vars(norm).get("forward")
-        if isinstance(forward, Attached) and isinstance(forward.by, SyncBatchNorm):
+        if isinstance(forward, Attached) and isinstance(forward.wrapper, SyncBatchNorm):
             forward.remove()
 
 
 def synchronous(module: nn.Module) -> SyncBatchNorm | None:
-    """Return what a layer that `convert` or `fold` has changed computes by; None for any other module."""
+    """Return the `SyncBatchNorm` of a layer that `convert` or `fold` has changed, or None."""
     forward = vars(module).get("forward")
-    by = forward.by if isinstance(forward, Attached) else None
-    return by if isinstance(by, SyncBatchNorm) else None
+    wrapper = forward.wrapper if isinstance(forward, Attached) else None
+    return wrapper if isinstance(wrapper, SyncBatchNorm) else None
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Return `model` with BatchNorm2ds that `cpu_kernels` speeds up made folded ones."""
+    """Fold the BatchNorm2d layers of `model` that `cpu_kernels` speeds up; return `model`."""
     for _, norm in _norms(model):
         is_plain = type(norm) is nn.BatchNorm2d and "forward" not in vars(norm)
         if is_plain and norm.num_features % cpu_kernels.FOLD:
@@ -207,7 +208,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 def is_folded(model: nn.Module) -> bool:
     """Return whether `fold` has changed a layer of `model`."""
-    return any((by := synchronous(norm)) is not None and by.is_folded for _, norm in _norms(model))
+    return any((wrapper := synchronous(norm)) is not None and wrapper.is_folded for _, norm in _norms(model))
 
 
 def has_batchnorm(model: nn.Module) -> bool:
@@ -222,9 +223,9 @@ def untracked(model: nn.Module) -> list[str]:
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the BatchNorm layers' running statistics by name."""
-    return {key: held for name, norm in _norms(model) for key, held in norm.named_buffers(name, recurse=False)}
+    return {key: buffer for name, norm in _norms(model) for key, buffer in norm.named_buffers(name, recurse=False)}
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
     """Yield the BatchNorm layers with their names, each once."""
-    return ((name, each) for name, each in model.named_modules() if isinstance(each, BatchNorm))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm))

@@ -1,13 +1,14 @@
 """Random draws of a training loop, equal on any number of ranks.
 
-All ranks seed their default generators alike for each global micro-batch. A draw by sample is made for the whole
-global micro-batch, and each rank keeps its rows; any other draw is the same on every rank. Because it is the default
-generator that is consumed, `torch.utils.checkpoint` replays the draws.
+All ranks seed their default generators alike for each global micro-batch. They draw per-sample numbers for the whole
+global micro-batch, and each rank keeps its rows; any other draw is equal on every rank. The draws consume the default
+generator, so that `torch.utils.checkpoint` replays them.
 
-The shape of a draw decides whether it is by sample: see `GlobalDraws._layout`. This is wrong without notice where one
-of another kind has the number of samples as its first dimension, or where flattened rows of a sample are not neighbours
-(but for tensors joined by `torch.cat` or `torch.stack`); `along` states it, and a comparison of gradients shows it.
-Each rank draws as much as one device would. Every operation takes about 7 µs longer, a draw 40 to 80 µs (CPU).
+The shape of a draw decides whether it is per sample: see `GlobalDraws._layout`. This is silently wrong for a draw of
+another kind whose first dimension is the number of samples, and if flattened rows of a sample are not neighbours
+(except for tensors joined by `torch.cat` or `torch.stack`). `along` states the layout, and a comparison of gradients
+shows the error. Each rank draws as many numbers as one device would. Every operation takes about 7 µs longer, a draw 40
+to 80 µs (CPU).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BACKWARD: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.
 
 
 class GlobalDraws:
-    """Makes the draws of user code those of one device, from `begin` to `end`."""
+    """Draws of user code as on one device, from `begin` to `end`."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world, self._seed, self._is_alone = world, seed, world.size == 1
@@ -54,13 +55,13 @@ class GlobalDraws:
         self._number = 0
         self._operators, self._functions = _Operators(self), _Functions(self)
         self._permutations = Permutations(world)
-        self._call: tuple[Any, tuple[Any, ...]] = (None, ())  # the outermost call under way of a torch function
+        self._call: tuple[Any, tuple[Any, ...]] = (None, ())  # the torch function that is running, and its arguments
         self._stated: tuple[int | None] | None = None  # the samples' dimension, by `along`
         self._joined: set[tuple[int, ...]] = set()  # blocks of tensors joined in this micro-batch
         self._seen_readings: set[tuple[Any, ...]] = set()  # layouts of earlier draws
         self._generators: dict[int, torch.Generator] = {}  # the user's, used in this micro-batch
         self.first = ""
-        """The place of the first draw; "" for none."""
+        """Place of the first draw, or ""."""
 
     @property
     def is_active(self) -> bool:
@@ -68,7 +69,7 @@ class GlobalDraws:
         return self._process_streams is not None
 
     def begin(self, start: int, size: int, total: int, number: int) -> None:
-        """Begin micro-batch `number`, of `total` samples over all ranks, of which this rank has [start, start + size).
+        """Begin micro-batch `number`; this rank has [start, start + size) of its `total` samples.
 
         Seeds torch's, Python's and NumPy's generators, alike on all ranks.
         """
@@ -97,7 +98,7 @@ class GlobalDraws:
         self._process_streams = None
         for mode in (self._functions, self._operators):
             stack = _torch.mode_stack(mode)
-            if stack and stack[-1] is mode:  # below a mode of the user's, ours stays, and does nothing
+            if stack and stack[-1] is mode:  # below a user's mode, ours stays on the stack and does nothing
                 mode.__exit__(None, None, None)
 
     def check(self) -> None:
@@ -123,7 +124,7 @@ class GlobalDraws:
             self._stated = outer
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a random operator. Raises `RequestError` where it cannot be drawn for all ranks."""
+        """Call a random operator. Raises `RequestError` if it cannot draw alike on all ranks."""
         draw = Draw(func, args, kwargs)
         if (generator := draw.arguments.get("generator")) is not None:
             self._generators[id(generator)] = generator
@@ -137,7 +138,7 @@ class GlobalDraws:
         return draw.run(self._layout(draw), self._share, self._world)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function, and remember it for the draws within."""
+        """Call a torch function, and remember it for the draws in it."""
         permutations = self._permutations
         if permutations.references and permutations.is_used_by(args, kwargs):
             return permutations.call(func, args, kwargs, self._share)
@@ -160,7 +161,7 @@ class GlobalDraws:
             return func(*args, **kwargs)
 
     def _enter_attention(self, stack: ExitStack, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have attention draw its dropout in an operator, with the samples first."""
+        """Make attention draw its dropout in an operator, with the samples first."""
         is_fused = func is functional.scaled_dot_product_attention
         position, samples = (4, 0) if is_fused else (10, 1)  # the query is (samples, …), or (tokens, samples, width)
         if kwargs.get("dropout_p", args[position] if len(args) > position else 0.0):
@@ -169,7 +170,7 @@ class GlobalDraws:
             stack.enter_context(self.along(0))
 
     def _enter_recurrent(self, stack: ExitStack, args: tuple[Any, ...]) -> None:
-        """Have a recurrent net draw its dropout in an operator, of (tokens, samples, width)."""
+        """Make a recurrent net draw its dropout in an operator, of (tokens, samples, width)."""
         is_packed = args[0].dim() == 2  # then `batch_sizes` follows
         dropout, is_training = args[5 + is_packed : 7 + is_packed]
         if not (dropout and is_training):
@@ -184,12 +185,11 @@ class GlobalDraws:
             stack.enter_context(self.along(1))
 
     def _layout(self, draw: Draw) -> Layout | None:
-        """Return where a draw has its samples; None if it is not by sample.
+        """Return where a draw has its samples; None if it is not per sample.
 
-        A first dimension of this rank's number of samples is theirs, and otherwise a second one of three or more. A
-        multiple of that number is taken for flattened samples in dropout, attention, and draws for a tensor with a
-        graph. Where a shape can be read in several ways, an earlier draw of the same line decides; without one it is
-        refused.
+        The samples are the first dimension if that has this rank's number of samples, else the second of three or
+        more. In dropout, attention, and draws for a tensor with a graph, a multiple of that number means flattened
+        samples. If a shape is ambiguous, an earlier draw of the same line decides; raises `RequestError` without one.
         """
         shape, share = draw.shape, self._share
         function, arguments = self._call
@@ -245,7 +245,7 @@ class GlobalDraws:
 
 
 class _Operators(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes random operators to `draws`."""
+    """Dispatch mode that passes random operators to `draws`."""
 
     def __init__(self, draws: GlobalDraws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -265,7 +265,7 @@ class _Operators(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Functions(TorchFunctionMode):
-    """Passes torch functions to `draws`, those called in a backward pass too."""
+    """Function mode that passes torch functions to `draws`, also in a backward pass."""
 
     def __init__(self, draws: GlobalDraws) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _reading(draw: Draw, layout: Layout | None) -> tuple[Any, ...]:
-    """Return what stays of a draw's shape from batch to batch if it has this layout."""
+    """Return the part of a draw's shape that is constant over batches, given its layout."""
     return draw.func, layout, draw.shape[0 if layout is None else layout.dimension + 1 :]
 
 
