@@ -71,7 +71,7 @@ a rank keeps its own gradients: exchange/allreduce.py
 - self._memory.sum_(flat)
 + self._memory.sum_(flat if not self.world.rank else flat.clone())
 gradients are exchanged at every micro-batch: exchange/allreduce.py
-- if not one.last:
+- if not backward_pass.is_last:
 + if False:
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[ddp-2-1-fake]
 gradients are summed and not averaged: sessions/stepper.py
@@ -114,7 +114,7 @@ gradients are exchanged a micro-batch too early: sessions/stepper.py
 = ranks/test_laws.py::test_strategy_and_accumulation_are_no_part_of_the_model[single-1-7-fake]
 gradients of a part of a batch are found between its micro-batches: exchange/base.py
 - part.gradients = self.hide()
-+ part.gradients = [(each, each.grad) for each in self.parameters if each.grad is not None]
++ part.gradients = [(item, item.grad) for item in self.parameters if item.grad is not None]
 the average moves at every micro-batch: trainer.py
 - if not session.is_last:
 + if session.prepared.average is not None and not session.is_last:
@@ -175,23 +175,23 @@ an evaluation smooths its labels: training/losses.py
 # the exchange
 = unit/test_exchange.py::test_a_bucket_leaves_with_its_last_gradient_and_while_others_are_computed
 a bucket leaves before its last gradient: exchange/allreduce.py
-- self._left[self._queue[0]] == 0:
-+ self._left[self._queue[0]] <= 1:
+- self._missing[self._queue[0]] == 0:
++ self._missing[self._queue[0]] <= 1:
 no bucket leaves before the backward pass is over: exchange/allreduce.py
 - if plan is not None and self._overlap:
 + if False:
 = unit/test_exchange.py::test_buckets_leave_in_one_order_whichever_is_complete_first
 a bucket leaves before one that comes before it: exchange/allreduce.py
--             while self._queue and self._left[self._queue[0]] == 0:
+-             while self._queue and self._missing[self._queue[0]] == 0:
 -                 self._launch(part, self._queue.pop(0))
-+             if self._left[at] == 0:
-+                 self._launch(part, at)
++             if self._missing[position] == 0:
++                 self._launch(part, position)
 = unit/test_exchange.py::test_a_batchs_gradients_are_the_sum_over_its_micro_batches
 a micro-batch writes over the one before: exchange/allreduce.py
 - view.add_(gradient)
 + view.copy_(gradient)
 buckets leave in the first micro-batch: exchange/allreduce.py
-- if one.last and self._memory is None:
+- if backward_pass.is_last and self._memory is None:
 + if self._memory is None:
 = unit/test_exchange.py::test_a_parameter_has_a_gradient_where_any_rank_has_one
 a parameter without a gradient sends that of a step before: exchange/allreduce.py
@@ -208,8 +208,8 @@ layers that were once without a gradient have none ever after: exchange/allreduc
 - if not is_used]
 + if True]
 layers without a gradient are exchanged: exchange/allreduce.py
-- if at not in self._works and at not in idle:
-+ if at not in self._works:
+- if position not in self._works and position not in idle:
++ if position not in self._works:
 = unit/test_exchange.py::test_a_gradient_that_a_loop_keeps_is_not_written_over
 a gradient that a loop keeps is written over: exchange/buckets.py
 - if not _torch.is_viewed(flat):
@@ -228,8 +228,8 @@ a micro-batch has no number: sessions/stepper.py
 + header = Header(base.pass_kind(handed.epoch, handed.place), 0)
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[accumulate_by_hand-2-2-1]
 gradients of the batch before are lost: exchange/batch.py
-- for parameter, gradient in self._hidden:
-+ for parameter, gradient in self._hidden[:0]:
+- for parameter, hidden in self._hidden:
++ for parameter, hidden in self._hidden[:0]:
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[gan-2-1]
 each loss of a batch is taken for its first one: exchange/batch.py
 - self._number += 1
@@ -239,8 +239,8 @@ a weight is that of the last micro-batch alone: exchange/batch.py
 - self._weights[number] = self._weights[number] + weight
 + self._weights[number] = weight
 a weighed loss is told as a sum: exchange/batch.py
-- self._losses[number] = told if divisor is None else told / divisor
-+ self._losses[number] = told
+- self._losses[number] = total if divisor is None else total / divisor
++ self._losses[number] = total
 # shares
 = unit/test_exchange.py::test_a_loss_leads_to_the_share_of_its_batch_wherever_the_loop_has_come_to
 a loss is of the batch that was read last: sessions/shares.py

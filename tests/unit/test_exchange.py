@@ -53,7 +53,7 @@ class Work:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     wire = Wire()
     monkeypatch.setattr(allreduce, "dist", wire)
-    monkeypatch.setattr(allreduce, "_group", lambda: None)
+    monkeypatch.setattr(allreduce, "_new_group", lambda: None)
     # A layer of 2 × 2 weights and 2 biases.
     monkeypatch.setattr(allreduce, "_BUCKET_BYTES", {"cpu": 24})
     return wire
@@ -197,7 +197,7 @@ def test_a_weighed_mean_is_over_the_whole_batch() -> None:
     assert layer.weight.grad is not None
     assert torch.allclose(layer.weight.grad[0], (1 * 1 + 3 * 2) / 4 * X.sum(0))
     batch.end(3)
-    assert batch.taken()[0].item() == pytest.approx((1 * 1 + 3 * 2) / 4 * layer(X).sum().item())
+    assert batch.take_loss()[0].item() == pytest.approx((1 * 1 + 3 * 2) / 4 * layer(X).sum().item())
 
 
 def test_a_loss_leads_to_the_share_of_its_batch_wherever_the_loop_has_come_to() -> None:

@@ -88,7 +88,7 @@ def not_finite(ours: Session, model: nn.Module, optimizer: Any, batch: Any) -> N
         (
             lambda ours, model, _, batch: ours.backward(loss_of(model, batch).detach()),
             RequestError,
-            "hangs on no param",
+            "depends on no trainable param",
         ),
         (
             lambda ours, model, _, batch: ours.backward(loss_of(model, batch), weight=0),

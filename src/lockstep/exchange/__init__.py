@@ -1,1 +1,1 @@
-"""How the copies of one model come to one gradient. A method is one file and one line of `config/registry.py`."""
+"""Gradient exchange between copies of a model. A method is one file and one line of `config/registry.py`."""

@@ -1,14 +1,14 @@
 """Gradients summed over the ranks while the backward pass still runs.
 
-As soon as a bucket's gradients are complete, an asynchronous all-reduce of it begins, in a process group of its own, so
-that the user's collectives and synchronised BatchNorm's may come between. Buckets leave in one order on all ranks. The
-first backward pass of a part only learns: which parameters have gradients on any rank, and how many times each gets one
-(re-entrant checkpointing brings several). From then on, buckets whose parameters all have gradients leave early; those
-with an unused parameter leave after the pass, and those of a model that has no part in it do not leave at all. The
-buckets are the same whenever they leave: so are the bits of their sums.
+As soon as a bucket's gradients are complete, its asynchronous all-reduce begins, in a separate process group, so that
+collectives of the user and of synchronised BatchNorm may run in between. Buckets leave in one order on all ranks. The
+first backward pass of a part only records which parameters have gradients on any rank, and how many times each
+receives one (several with re-entrant checkpointing). In later passes, buckets whose parameters all have gradients leave
+early, buckets with an unused parameter leave after the pass, and buckets of unused models do not leave. Buckets do not
+depend on when they leave, and so neither do the bits of their sums.
 
-No module is wrapped: the model's class, methods and `state_dict` stay the user's own. Ranks of one host without GPUs
-sum through shared memory, after the pass, since there is no network to wait for.
+No module is wrapped: the model keeps its class, methods and `state_dict`. Ranks of one host without GPUs sum through
+shared memory after the pass, since there is no network to wait for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ busy."""
 
 @dataclass
 class _Plan:
-    """What the last backward pass of a part has shown, alike on all ranks but for `counts`."""
+    """Plan from the last backward pass of a part. Only `counts` differ between ranks."""
 
     early: list[int]
     """Buckets whose parameters all had gradients."""
@@ -44,11 +44,11 @@ class _Plan:
     idle: list[int]
     """Buckets without any gradient."""
     counts: list[int]
-    """Gradients that this rank's parameters got in each bucket; 0 where one got none."""
+    """Gradients that this rank's parameters received per bucket; 0 if one received none."""
 
 
 class AllReduce(Exchange):
-    """Exchange among ranks with a process each."""
+    """Exchange among several ranks."""
 
     def __init__(self, world: World, *, overlap: bool = True) -> None:
         super().__init__(world)
@@ -63,22 +63,24 @@ class AllReduce(Exchange):
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
         self._plans: dict[int, _Plan] = {}  # by the number of the part
-        self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, unread so far
-        # Of the backward pass under way:
+        self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
+        # State of the current backward pass:
         self._pass: Pass | None = None
         self._works: dict[int, dist.Work | None] = {}  # by bucket, once it has left
         self._queue: list[int] = []  # buckets that leave early, in order
-        self._left: list[int] = []  # gradients that each bucket still waits for; below 0: it leaves after the pass
-        self._counts: list[int] = []  # gradients that each parameter got
+        self._missing: list[int] = []  # gradients that each bucket waits for; below 0: it leaves after the pass
+        self._counts: list[int] = []  # gradients that each parameter received
 
     def attach(self, model: nn.Module) -> None:
         """Add a model's parameters (*collective*)."""
         super().attach(model)
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                self._sparse |= {i: each for i, each in enumerate(self.parameters) if each is module.weight}
+                self._sparse |= {
+                    index: parameter for index, parameter in enumerate(self.parameters) if parameter is module.weight
+                }
         if self._group is None and self._memory is None:
-            self._group = _group()
+            self._group = _new_group()
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -96,10 +98,10 @@ class AllReduce(Exchange):
             check_details(header.kind, self.world.gather([*details]), self.world.progress.step)
         self._check(rows, is_read=True)
 
-    def backward(self, one: Pass) -> Tensor | None:
+    def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
         self._lay_out()
-        part = one.part
+        part = backward_pass.part
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
@@ -107,19 +109,20 @@ class AllReduce(Exchange):
         self._counts = [0] * len(self.parameters)
         self._works, self._queue = {}, []
         header: tuple[Tensor, dist.Work | None] | None = None
-        if one.last and self._memory is None:
-            header = self._start_header(one.header, one.weight)
+        if backward_pass.is_last and self._memory is None:
+            header = self._start_header(backward_pass.header, backward_pass.weight)
             if plan is not None and self._overlap:
-                self._queue, self._left = list(plan.early), [count or -1 for count in plan.counts]
-        self._pass = one
+                self._queue, self._missing = list(plan.early), [count or -1 for count in plan.counts]
+        self._pass = backward_pass
         try:
             with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
-                one.run()
+                backward_pass.run()
         finally:
             self._pass = None
-        if not one.last:
+        if not backward_pass.is_last:
             return None
-        return self._finish(one, plan, header or self._start_header(one.header, one.weight))
+        header = header or self._start_header(backward_pass.header, backward_pass.weight)
+        return self._finish(part, plan, header)
 
     def divide(self, part: Part, divisor: Tensor) -> None:
         """See `Exchange.divide`."""
@@ -131,7 +134,7 @@ class AllReduce(Exchange):
     def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather all ranks' headers and weights: (ranks, 4), float64."""
         device = self.world.device
-        own = torch.cat(
+        row = torch.cat(
             [
                 torch.tensor(header, dtype=torch.float64).to(device, non_blocking=True),
                 on_device(weight, device)[None],
@@ -139,14 +142,14 @@ class AllReduce(Exchange):
         )
         if self._memory is not None:
             with self.world.progress.during("all-reduce"):
-                return self._memory.stack(own), None
-        rows = own.new_empty(self.world.size, len(own))
+                return self._memory.stack(row), None
+        rows = row.new_empty(self.world.size, len(row))
         if self._group is None:
-            self._group = _group()
-        return rows, dist.all_gather_into_tensor(rows.view(-1), own, group=self._group, async_op=True)
+            self._group = _new_group()
+        return rows, dist.all_gather_into_tensor(rows.view(-1), row, group=self._group, async_op=True)
 
     def _check(self, rows: Tensor, *, is_read: bool) -> None:
-        """Raise for ranks that differ. On a GPU the host waits only where `is_read`."""
+        """Raise `RunError` for ranks with different headers. On a GPU the host waits only if `is_read`."""
         kinds = rows[:, :3]
         if kinds.is_cuda:
             differs = (kinds != kinds[0]).any()
@@ -163,11 +166,11 @@ class AllReduce(Exchange):
         if trained == self._trained:
             return
         self._trained = trained
-        numbered = [(i, each) for i, each in enumerate(self.parameters) if trained[i]]
+        numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
         self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
         self._place = {
-            index: (at, number)
-            for at, bucket in enumerate(self._buckets)
+            index: (position, number)
+            for position, bucket in enumerate(self._buckets)
             for number, index in enumerate(bucket.indices)
         }
         self._plans = {}
@@ -178,29 +181,29 @@ class AllReduce(Exchange):
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass has computed into its bucket."""
-        one, gradient = self._pass, parameter.grad
-        if one is None or gradient is None:  # a backward pass of the user's own
+        backward_pass, gradient = self._pass, parameter.grad
+        if backward_pass is None or gradient is None:  # a backward pass outside of the session
             return
         parameter.grad = None
-        if one.zeroed is True:
+        if backward_pass.zeroed is True:
             return
-        part = one.part
+        part = backward_pass.part
         self._counts[index] += 1
-        if isinstance(one.zeroed, Tensor):
-            gradient.masked_fill_(one.zeroed, 0)
+        if isinstance(backward_pass.zeroed, Tensor):
+            gradient.masked_fill_(backward_pass.zeroed, 0)
         if index in self._sparse:
-            before = part.sparse.get(index)
-            part.sparse[index] = gradient if before is None else before + gradient
+            total = part.sparse.get(index)
+            part.sparse[index] = gradient if total is None else total + gradient
             part.present[index] = True
             return
-        at, number = self._place[index]
-        if at in self._works:
+        position, number = self._place[index]
+        if position in self._works:
             raise RequestError(
-                f"A parameter of shape {tuple(parameter.shape)} got a gradient after its exchange had begun, as where "
+                f"A parameter of shape {tuple(parameter.shape)} got a gradient after its exchange had begun, as when "
                 "re-entrant checkpointing uses it a different number of times from step to step; use checkpoint(…, "
                 "use_reentrant=False)."
             )
-        view = self._buckets[at].view(part.flats[at], number)
+        view = self._buckets[position].view(part.flats[position], number)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if part.present[index]:
             view.add_(gradient)
@@ -208,98 +211,98 @@ class AllReduce(Exchange):
             view.copy_(gradient)
             part.present[index] = True
         if self._queue:
-            self._left[at] -= 1
-            while self._queue and self._left[self._queue[0]] == 0:
+            self._missing[position] -= 1
+            while self._queue and self._missing[self._queue[0]] == 0:
                 self._launch(part, self._queue.pop(0))
 
-    def _launch(self, part: Part, at: int) -> None:
-        """Begin the sum of a bucket. Gradients that this rank does not have are zero."""
-        bucket, flat = self._buckets[at], part.flats[at]
+    def _launch(self, part: Part, position: int) -> None:
+        """Begin the sum of a bucket. Missing gradients of this rank are zero."""
+        bucket, flat = self._buckets[position], part.flats[position]
         flags = bucket.flags(flat)
         flags.fill_(1)
         for number, index in enumerate(bucket.indices):
             if not part.present[index]:
                 bucket.view(flat, number).zero_()
                 flags[number] = 0
-        self._works[at] = None
+        self._works[position] = None
         if self._memory is not None:
             self._memory.sum_(flat)
         else:
-            self._works[at] = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._works[position] = dist.all_reduce(flat, group=self._group, async_op=True)
 
-    def _finish(self, one: Pass, plan: _Plan | None, header: tuple[Tensor, dist.Work | None]) -> Tensor:
-        """Sum what has not left yet, wait for all sums, and give each parameter its gradient."""
-        part, progress = one.part, self.world.progress
+    def _finish(self, part: Part, plan: _Plan | None, header: tuple[Tensor, dist.Work | None]) -> Tensor:
+        """Sum the remaining buckets, wait for all sums, set each `.grad`; return all ranks' weights (ranks,)."""
+        progress = self.world.progress
         with progress.during("all-reduce"):
             rows, work = header
             if work is not None:
                 work.wait()
             self._check(rows, is_read=False)
             idle = [] if plan is None else self._still_idle(part, plan)
-            for at in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
-                if at not in self._works and at not in idle:
-                    self._launch(part, at)
+            for position in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
+                if position not in self._works and position not in idle:
+                    self._launch(part, position)
             for pending in self._works.values():
                 if pending is not None:
                     pending.wait()
             sparse = [self._sum_sparse(index, part) for index in self._sparse if self._trained[index]]
-        shown: list[tuple[int, nn.Parameter, Tensor]] = []
-        learned = _Plan([], [], [], [])
-        for at, bucket in enumerate(self._buckets):
+        gradients: list[tuple[nn.Parameter, Tensor]] = []
+        next_plan = _Plan([], [], [], [])
+        for position, bucket in enumerate(self._buckets):
             counts = [self._counts[index] for index in bucket.indices]
-            learned.counts.append(0 if 0 in counts else sum(counts))
-            flat = part.flats[at]
+            next_plan.counts.append(0 if 0 in counts else sum(counts))
+            flat = part.flats[position]
             bucket.release(flat)
-            if at not in self._works:
-                learned.idle.append(at)
+            if position not in self._works:
+                next_plan.idle.append(position)
                 continue
             has = [bool(part.present[index]) for index in bucket.indices]
-            if plan is None or not all(has):  # only then does the host wait for the numbers
+            if plan is None or not all(has):  # only then the host waits for the flags
                 has = (bucket.flags(flat) > 0).tolist()
-            where = learned.early if all(has) else learned.late if any(has) else learned.idle
-            where.append(at)
-            shown += [
-                (i, each, bucket.view(flat, n).detach())  # else code that records what it does to one records all
-                for n, (i, each) in enumerate(zip(bucket.indices, bucket.parameters, strict=True))
-                if has[n]
+            buckets = next_plan.early if all(has) else next_plan.late if any(has) else next_plan.idle
+            buckets.append(position)
+            gradients += [
+                (parameter, bucket.view(flat, number).detach())  # else autograd records a change of one view in all
+                for number, parameter in enumerate(bucket.parameters)
+                if has[number]
             ]
         if plan is None or idle != plan.idle:
-            self._plans[part.number] = learned
-        for _, parameter, view in shown:
+            self._plans[part.number] = next_plan
+        for parameter, view in gradients:
             parameter.grad = view
         for parameter, total in filter(None, sparse):
             parameter.grad = total
         return rows[:, 3]
 
     def _still_idle(self, part: Part, plan: _Plan) -> list[int]:
-        """Return the idle buckets that have no gradient on any rank this time either (*collective*)."""
+        """Return the plan's idle buckets without a gradient on any rank in this pass (*collective*)."""
         if not plan.idle:
             return []
-        own = [any(part.present[index] for index in self._buckets[at].indices) for at in plan.idle]
-        used = self.world.max(torch.tensor(own, dtype=torch.int32)).tolist()
-        return [at for at, is_used in zip(plan.idle, used, strict=True) if not is_used]
+        used_here = [any(part.present[index] for index in self._buckets[position].indices) for position in plan.idle]
+        used = self.world.max(torch.tensor(used_here, dtype=torch.int32)).tolist()
+        return [position for position, is_used in zip(plan.idle, used, strict=True) if not is_used]
 
     def _sum_sparse(self, index: int, part: Part) -> tuple[nn.Parameter, Tensor] | None:
-        """Sum a sparse gradient (*collective*): all ranks' rows. None where no rank has one."""
-        parameter, own = self._sparse[index], part.sparse.get(index)
-        has = self.world.max(torch.tensor(int(own is not None))).item()
-        if not has:
+        """Sum a sparse gradient over the ranks; None if no rank has one (*collective*)."""
+        parameter, gradient = self._sparse[index], part.sparse.get(index)
+        has_gradient = self.world.max(torch.tensor(int(gradient is not None))).item()
+        if not has_gradient:
             return None
-        if own is None:
-            own = torch.sparse_coo_tensor(
+        if gradient is None:
+            gradient = torch.sparse_coo_tensor(
                 torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
                 parameter.detach().new_zeros(0, *parameter.shape[1:]),
                 parameter.shape,
             )
-        own = own.coalesce()
-        rows = torch.cat(self.world.gather_variable_length(own.indices().t().contiguous()))
-        values = torch.cat(self.world.gather_variable_length(own.values()))
+        gradient = gradient.coalesce()
+        rows = torch.cat(self.world.gather_variable_length(gradient.indices().t().contiguous()))
+        values = torch.cat(self.world.gather_variable_length(gradient.values()))
         total = torch.sparse_coo_tensor(rows.t(), values, parameter.shape).coalesce()
         part.sparse[index] = total
         return parameter, total
 
 
-def _group() -> dist.ProcessGroup:
+def _new_group() -> dist.ProcessGroup:
     """Return a new process group of all ranks (*collective*)."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)

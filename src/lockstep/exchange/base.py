@@ -1,8 +1,8 @@
-"""Exchange interface, and the exchange of a lone process.
+"""Exchange interface, and the exchange of a single process.
 
-A backward pass over one micro-batch is a `Pass`. Its gradients are collected in a `Part`: the n-th backward pass of
-each micro-batch belongs to the n-th part of the global batch, since a loop may step one optimizer and drop gradients
-between two of them. After the part's last micro-batch, `.grad` holds the sum over micro-batches and ranks.
+A backward pass over one micro-batch is a `Pass`. A `Part` collects its gradients: the n-th backward pass of each
+micro-batch belongs to the n-th part of the global batch, since a loop may step an optimizer and drop gradients between
+two passes. After the part's last micro-batch, `.grad` holds the sum over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..world.world import World
 
 
 class Header(NamedTuple):
-    """What this rank is about to exchange. Ranks that exchange something else are refused."""
+    """Description of an exchange. Ranks with different headers raise `RunError`."""
 
     kind: int
-    """The index of one of `KINDS`, or, below 0, a pass over the data as `pass_kind` gives it."""
+    """Index in `KINDS`, or, below 0, a pass over the data (see `pass_kind`)."""
     number: int
-    """The global micro-batch of the pass, or the optimizer step."""
+    """Global micro-batch of the pass, or optimizer step."""
     part: int = 0
-    """The number of the backward pass of this micro-batch, or a checksum of a call's details."""
+    """Number of the backward pass of this micro-batch, or a checksum of a call's details."""
 
 
 KINDS = (
@@ -53,7 +53,7 @@ KINDS = (
 ) = range(len(KINDS))
 
 
-_PASSES = 1 << 16  # over an epoch's data, at most
+_MOST_PASSES = 1 << 16  # over an epoch's data
 
 
 @dataclass
@@ -62,33 +62,33 @@ class Part:
 
     number: int = 0
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    """Of a lone process: gradients hidden from the loop until the batch is complete."""
+    """On a single process: gradients hidden from the loop until the batch is complete."""
     flats: list[Tensor] = field(default_factory=list)
-    """Of several ranks: one tensor for each bucket."""
+    """On several ranks: one tensor per bucket."""
     present: bytearray = field(default_factory=bytearray)
     """Whether each parameter has a gradient in `flats`."""
     sparse: dict[int, Tensor] = field(default_factory=dict)
     hooks: list[tuple[Tensor, Hooks, Hooks]] = field(default_factory=list)
-    """Hooks of the user's that the last backward pass has left out: they are for the whole batch's gradients."""
+    """User hooks that the last backward pass has skipped: they run on the global batch's gradients."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One backward pass. `run` computes it; `zeroed` (0-dim) is true where its gradients count nothing."""
+    """One backward pass. `run` computes it; gradients of a pass with `zeroed` (bool or 0-dim) count as 0."""
 
     run: Callable[[], None]
     part: Part
     header: Header
     weight: float | Tensor
-    last: bool
+    is_last: bool
     zeroed: bool | Tensor = False
 
 
 class Exchange:
-    """Exchange of a process that has no other: gradients are those of its own samples."""
+    """Exchange of a single process: gradients are those of its samples."""
 
     keeps_replicas = True
-    """Whether replicas stay equal, and are compared."""
+    """Whether replicas stay equal, so that the replica check applies."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -98,36 +98,36 @@ class Exchange:
 
     def attach(self, model: nn.Module) -> None:
         """Add a model's parameters (*collective*)."""
-        known = set(self.parameters)
+        attached = set(self.parameters)
         self.models.append(model)
-        self.parameters += [parameter for parameter in model.parameters() if parameter not in known]
+        self.parameters += [parameter for parameter in model.parameters() if parameter not in attached]
 
-    def backward(self, one: Pass) -> Tensor | None:
-        """Run a backward pass; return all ranks' weights (ranks,) after the part's last one (*collective*).
+    def backward(self, backward_pass: Pass) -> Tensor | None:
+        """Run a backward pass; return all ranks' weights (ranks,) after the part's last pass (*collective*).
 
-        Existing gradients must be hidden. After the last micro-batch `.grad` holds the part's sum, and is None for
-        parameters without a gradient on any rank; before, it is None.
+        Existing gradients must be hidden. After the last micro-batch `.grad` is the part's sum, and None for parameters
+        without a gradient on any rank; until then it is None. Raises `RunError` for ranks with different headers.
         """
-        part = one.part
-        adds_in_place = one.zeroed is False
+        part = backward_pass.part
+        adds_in_place = backward_pass.zeroed is False
         if adds_in_place:
             _show(part.gradients)
         with self._user_hooks.removed(self.parameters, {}) as part.hooks:
-            one.run()
+            backward_pass.run()
         if not adds_in_place:
-            if isinstance(one.zeroed, Tensor):
+            if isinstance(backward_pass.zeroed, Tensor):
                 for parameter in self.parameters:
                     if parameter.grad is not None:
-                        parameter.grad.masked_fill_(one.zeroed, 0)
+                        parameter.grad.masked_fill_(backward_pass.zeroed, 0)
             else:
                 self.hide()
-            for parameter, held in part.gradients:
-                parameter.grad = held if parameter.grad is None else held.add_(parameter.grad)
-        if not one.last:
+            for parameter, gradient in part.gradients:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        if not backward_pass.is_last:
             part.gradients = self.hide()
             return None
         part.gradients = []
-        return on_device(one.weight, self.world.device)[None]
+        return on_device(backward_pass.weight, self.world.device)[None]
 
     def divide(self, part: Part, divisor: Tensor) -> None:
         """Divide the part's gradients (`.grad`) by `divisor` (0-dim)."""
@@ -137,15 +137,15 @@ class Exchange:
 
     def hide(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the existing gradients."""
-        found = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        for parameter, _ in found:
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        for parameter, _ in gradients:
             parameter.grad = None
-        return found
+        return gradients
 
     def meet(self, header: Header, details: Sequence[str] = ()) -> None:
-        """Raise `RunError`, on every rank, where another rank comes to something else (*collective*).
+        """Raise `RunError` on every rank unless all ranks have the same header and details (*collective*).
 
-        `details` say what the call is of, such as the names of values.
+        `details` describe the call, such as the names of values.
         """
 
     def close(self) -> None:
@@ -158,53 +158,55 @@ def _show(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def on_device(value: float | Tensor, device: torch.device) -> Tensor:
-    """Return the number as float64 (0-dim) on `device`. The host waits for nothing."""
+    """Return the number as float64 (0-dim) on `device`. The host does not wait for the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
-    return torch.full((), float(value), dtype=torch.float64, device=device)  # filled there: a copy would be waited for
+    return torch.full(
+        (), float(value), dtype=torch.float64, device=device
+    )  # filled there: the host would wait for a copy
 
 
 def check_match(rows: Sequence[Sequence[float]], step: int) -> None:
-    """Raise `RunError` unless all ranks' headers are the same. `rows` are (kind, index, part)."""
+    """Raise `RunError` unless all ranks' headers are equal. `rows` are (kind, number, part)."""
     first = rows[0]
     for rank, row in enumerate(rows):
         if row != first:
-            raise _unmatched(step, _described(first), rank, _described(row))
+            raise _mismatch_error(step, _describe(first), rank, _describe(row))
 
 
 def check_details(kind: int, details: Sequence[Sequence[str]], step: int) -> None:
-    """Raise `RunError` unless all ranks' details of a call are the same."""
-    first = details[0]
-    for rank, theirs in enumerate(details):
-        if theirs != first:
-            own, others = (
-                " ".join([KINDS[kind], *([f"with {few(more)}"] if more else ["without"])])
-                for more in (
-                    [each for each in first if each not in theirs],
-                    [each for each in theirs if each not in first],
+    """Raise `RunError` unless all ranks' details of a call are equal."""
+    main_names = details[0]
+    for rank, names in enumerate(details):
+        if names != main_names:
+            main_call, call = (
+                " ".join([KINDS[kind], *([f"with {few(extra)}"] if extra else ["without"])])
+                for extra in (
+                    [name for name in main_names if name not in names],
+                    [name for name in names if name not in main_names],
                 )
             )
-            raise _unmatched(step, own, rank, others)
+            raise _mismatch_error(step, main_call, rank, call)
 
 
-def _unmatched(step: int, first: str, rank: int, other: str) -> RunError:
+def _mismatch_error(step: int, first: str, rank: int, other: str) -> RunError:
     return RunError(
         f"At step {step}, rank 0 {first}, and rank {rank} {other}: every rank has to train the same batches and make "
         "the same calls. Skip a batch on all ranks or on none, as in `if session.max(float(bad)): continue`, and keep "
-        "what communicates out of `if session.is_main`"
+        "collective calls out of `if session.is_main`"
     )
 
 
-def _described(row: Sequence[Any]) -> str:
+def _describe(row: Sequence[Any]) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
         return KINDS[kind]
-    epoch, again = divmod(-1 - kind, _PASSES)
+    epoch, again = divmod(-1 - kind, _MOST_PASSES)
     of_pass = f", pass {again + 1} over the data" if again else ""
     loss = f", with loss {part + 1} of it" if part else ""
     return f"trains micro-batch {index} of epoch {epoch}{of_pass}{loss}"
 
 
 def pass_kind(epoch: int, again: int) -> int:
-    """Return the `kind` of a header for an epoch's data, over which a loop has gone `again` times before."""
-    return -1 - (epoch * _PASSES + min(again, _PASSES - 1))
+    """Return the header's `kind` for a pass over an epoch's data; `again` counts earlier passes."""
+    return -1 - (epoch * _MOST_PASSES + min(again, _MOST_PASSES - 1))

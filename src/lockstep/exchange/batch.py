@@ -1,9 +1,9 @@
-"""Global batch under way: its gradients and its loss, weighted, over micro-batches and ranks.
+"""Current global batch: weighted gradients and loss over micro-batches and ranks.
 
-Gradients that exist already (of an earlier loss, or of earlier global batches that a loop has not stepped on yet) are
-hidden from a global batch's first backward pass to its last micro-batch, and added then. Code of a plain loop between
-backward and step (clipping, several optimizers) finds gradients of whole global batches, or none: it acts on each once.
-So do hooks on parameters, which are left out of backward passes over shares and called after the last one.
+Existing gradients (of an earlier loss, or of earlier global batches without a step) are hidden from a global batch's
+first backward pass to its last micro-batch, and added then. Code between backward and step (clipping, several
+optimizers) thus sees gradients of complete global batches, or none, and acts on each once. Hooks on parameters do the
+same: backward passes over shares skip them, and they run after the last one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ class GlobalBatch:
         self.exchange = exchange
         self._is_alone = type(exchange) is Exchange
         self._parts: list[Part] = []
-        self._losses: list[Tensor | None] = []  # of each part: this rank's share of it so far
+        self._losses: list[Tensor | None] = []  # by part: this rank's sum so far
         self._weights: list[Any] = []
         self._number = 0  # of the next backward pass of the micro-batch
-        self._hidden: list[
-            tuple[nn.Parameter, Tensor]
-        ] = []  # gradients from before the batch, till its last micro-batch
-        self._loss: Tensor | None = None  # of whole batches
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # existing gradients, until the batch's last micro-batch
+        self._loss: Tensor | None = None  # of complete batches
         self._samples = 0
 
     @property
     def number(self) -> int:
-        """The number of the next backward pass of this micro-batch."""
+        """Number of the next backward pass of this micro-batch."""
         return self._number
 
     @property
@@ -63,9 +61,9 @@ class GlobalBatch:
     ) -> None:
         """Add the gradients of `factor` · `loss` (0-dim) to the batch's (*collective*). `run(factor)` computes them.
 
-        With a `weight`, the last micro-batch divides the sum by all ranks' weights. `share` is (samples that this
-        rank's loss is a mean over, samples that the factor takes for the whole batch) where the batch may turn out
-        smaller, since a collate function has dropped samples.
+        With a `weight`, the last micro-batch divides the sum by all ranks' weights. `share` is needed if a collate
+        function may drop samples: (samples in this rank's mean, samples in the global batch that `factor` assumes).
+        Raises `RequestError` for weights whose sum is not positive.
         """
         exchange, number = self.exchange, self._number
         if number == len(self._parts):
@@ -74,7 +72,7 @@ class GlobalBatch:
             self._weights.append(0.0)
         part = self._parts[number]
         self._number += 1
-        is_whole = not isinstance(factor, Tensor) and factor == 1.0  # of a tensor the host would wait for the number
+        is_unscaled = not isinstance(factor, Tensor) and factor == 1.0  # reading a tensor would make the host wait
         if weight is not None:
             self._weights[number] = self._weights[number] + weight
         elif share is not None:
@@ -82,36 +80,37 @@ class GlobalBatch:
         divisor: Tensor | None = None
         if (
             self._is_alone
-            and is_whole
+            and is_unscaled
             and last
             and weight is None
             and share is None
             and not (part.gradients or self._hidden or unscale)
         ):
-            run(factor)  # adds to existing gradients by itself
+            run(factor)  # autograd adds to existing gradients
         else:
             self._hidden += exchange.hide()
             zeroed = factor <= 0 if isinstance(factor, Tensor) else factor == 0
-            one = Pass(lambda: run(factor), part, header._replace(part=number), self._weights[number], last, zeroed)
-            weights = exchange.backward(one)
+            header = header._replace(part=number)
+            backward_pass = Pass(lambda: run(factor), part, header, self._weights[number], last, zeroed)
+            weights = exchange.backward(backward_pass)
             if weights is not None and (weight is not None or share is not None):
                 divisor = self._divisor(weights, None if share is None else share[1])
                 if divisor is not None:
                     exchange.divide(part, divisor)
             if last:
                 hooks, part.hooks = part.hooks, []
-                _call_before(hooks)
+                _call_gradient_hooks(hooks)
                 if unscale is not None:
                     unscale()
                 self.show()
-                _call_after(hooks)
-        told = loss.detach() if is_whole else _times(loss.detach(), factor)
+                _call_accumulation_hooks(hooks)
+        scaled = loss.detach() if is_unscaled else _times(loss.detach(), factor)
         total = self._losses[number]
-        told = told if total is None else total + told
-        self._losses[number] = told if divisor is None else told / divisor
+        total = scaled if total is None else total + scaled
+        self._losses[number] = total if divisor is None else total / divisor
 
     def end(self, samples: int, parts: int | None = None) -> None:
-        """End a batch of `samples` over all ranks; with `parts`, only its first backward passes, as many as that.
+        """End a batch of `samples` over all ranks, or only its first `parts` backward passes.
 
         Raises `RequestError` where the last micro-batch has lacked a loss of an earlier one.
         """
@@ -132,47 +131,48 @@ class GlobalBatch:
             self._number -= parts
 
     def show(self) -> None:
-        """Add the gradients from before the batch to `.grad`."""
-        for parameter, gradient in self._hidden:
-            own = parameter.grad
-            if own is None:
-                parameter.grad = gradient
+        """Add the hidden gradients to `.grad`."""
+        for parameter, hidden in self._hidden:
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = hidden
             else:
-                parameter.grad = gradient + own if gradient.is_sparse or own.is_sparse else gradient.add_(own)
+                is_sparse = hidden.is_sparse or gradient.is_sparse
+                parameter.grad = hidden + gradient if is_sparse else hidden.add_(gradient)
         self._hidden = []
 
     def drop(self) -> None:
-        """Discard the batch, such as one left before its last micro-batch."""
+        """Discard the batch, as when a loop breaks before its last micro-batch."""
         self.show()
         self._parts, self._losses, self._weights, self._number = [], [], [], 0
 
     def adds_to_existing(self) -> bool:
-        """Return whether a backward pass would add to gradients that are there already."""
+        """Return whether a backward pass would add to existing gradients."""
         return any(parameter.grad is not None for parameter in self.exchange.parameters)
 
-    def waiting(self) -> tuple[float, int]:
-        """Return this rank's loss and the samples of whole batches since the last optimizer step."""
+    def pending_loss(self) -> tuple[float, int]:
+        """Return this rank's loss, and the samples, of complete batches since the last optimizer step."""
         return 0.0 if self._loss is None else float(self._loss), self._samples
 
-    def wait(self, loss: float, samples: int) -> None:
-        """Go on from what `waiting` returned."""
+    def restore_loss(self, loss: float, samples: int) -> None:
+        """Restore the values that `pending_loss` returned."""
         self._loss = torch.tensor(loss, dtype=torch.float64, device=self.exchange.world.device)
         self._samples = samples
 
-    def taken(self) -> tuple[Tensor, int]:
-        """Return and reset this rank's loss, and the samples. Both cover the batches since the last optimizer step."""
+    def take_loss(self) -> tuple[Tensor, int]:
+        """Return and reset this rank's loss (0-dim), and the samples, since the last optimizer step."""
         device = self.exchange.world.device
         loss = torch.zeros((), device=device) if self._loss is None else self._loss
         samples, self._samples, self._loss = self._samples, 0, None
         return loss, samples
 
     def _divisor(self, weights: Tensor, expected: float | None) -> Tensor | None:
-        """Return what the sums have still to be divided by. `weights` (ranks,) are in the order of the ranks."""
+        """Return the remaining divisor of the sums (0-dim), or None for 1. `weights` (ranks,) are in rank order."""
         total = weights.sum()
         if not total.is_cuda and not total > 0:
             raise RequestError(
-                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean is "
-                "over a number of things above 0; leave such a batch out of the data."
+                f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean needs "
+                "a positive sum of weights; leave such a batch out of the data."
             )
         if expected is None:
             return total
@@ -180,19 +180,19 @@ class GlobalBatch:
 
 
 @torch.no_grad()
-def _call_before(hooks: Sequence[tuple[Tensor, Hooks, Hooks]]) -> None:
-    """Call the user's hooks on gradients of the whole batch."""
-    for parameter, before, _ in hooks:
-        for hook in before:
+def _call_gradient_hooks(hooks: Sequence[tuple[Tensor, Hooks, Hooks]]) -> None:
+    """Call the user's hooks on the gradients of the global batch."""
+    for parameter, gradient_hooks, _ in hooks:
+        for hook in gradient_hooks:
             if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
                 parameter.grad = changed
 
 
 @torch.no_grad()
-def _call_after(hooks: Sequence[tuple[Tensor, Hooks, Hooks]]) -> None:
-    """Call the user's hooks on parameters whose gradients are accumulated."""
-    for parameter, _, after in hooks:
-        for hook in after:
+def _call_accumulation_hooks(hooks: Sequence[tuple[Tensor, Hooks, Hooks]]) -> None:
+    """Call the user's hooks on parameters with accumulated gradients."""
+    for parameter, _, accumulation_hooks in hooks:
+        for hook in accumulation_hooks:
             if parameter.grad is not None:
                 hook(parameter)
 
@@ -207,14 +207,14 @@ def _times(loss: Tensor, factor: float | Tensor) -> Tensor:
 def check_loss(loss: Any) -> None:
     """Raise `RequestError` unless `loss` is one number that requires gradients."""
     if not isinstance(loss, Tensor) or loss.dim() or loss.is_complex():
-        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise RequestError(
-            f"session.backward takes a loss of one number, a tensor without dimensions; found {found}: take its mean "
+            f"session.backward takes a loss of one number, a tensor without dimensions; found {kind}: take its mean "
             "over this rank's samples first."
         )
     if not loss.requires_grad:
         raise RequestError(
-            "session.backward was given a loss that hangs on no parameter which trains (requires_grad): it was "
+            "session.backward was given a loss that depends on no trainable parameter (requires_grad): it was "
             "computed under torch.no_grad(), from detached tensors, or the model is frozen."
         )
 

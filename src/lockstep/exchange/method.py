@@ -1,4 +1,4 @@
-"""A method of data parallelism: the devices of a process, and the exchange among processes."""
+"""Method of data parallelism: the devices of a process, and the exchange among processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Method:
 
     name: str
     devices: tuple[torch.device, ...]
-    """The devices that this process computes on, each with a random generator of its own."""
+    """Devices that this process computes on. Each has one random generator."""
     exchange: Exchange
 
     @property
@@ -31,13 +31,13 @@ class Method:
 
 def build(config: ParallelConfig, world: World) -> Method:
     """Return this rank's method. Raises `RequestError` for a one-process strategy among several processes."""
-    # A launcher has resolved `auto` before there is a world; a library's caller need not.
+    # A launcher resolves `auto` before there is a world; a library's caller need not.
     name = registry.resolved(config.strategy, several=world.size > 1)
     kind = registry.KINDS[name]
     if world.size > 1 and not kind.has_ranks:
         raise RequestError(
-            f"--strategy {name} is one process, and here are {world.size}, each of which would train a model of its "
-            f"own; take --strategy {registry.with_ranks()}."
+            f"--strategy {name} is one process, and here are {world.size}, which would train separate models; use "
+            f"--strategy {registry.with_ranks()}."
         )
     devices: tuple[torch.device, ...] = (world.device,)
     if kind.drives_all:
@@ -49,7 +49,7 @@ def build(config: ParallelConfig, world: World) -> Method:
 
 
 def exchange_of(world: World, name: str = registry.KINDS["ddp"].exchange) -> Exchange:
-    """Return the exchange of that name (module:class); none for ranks without a group, a lone one or imagined ones."""
+    """Return the exchange `name` (module:class); the base class for a single rank, and for imagined ranks."""
     if world.group is None and name == registry.KINDS["ddp"].exchange:
         return Exchange(world)
     module, _, kind = name.partition(":")

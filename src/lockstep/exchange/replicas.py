@@ -1,13 +1,13 @@
-"""Replicas within a process, as in DataParallel: one process that drives several devices.
+"""Replicas within a process, as in DataParallel: one process drives several devices.
 
-At each forward pass the model is copied to the devices, the batch is split, the copies run in threads, and their
-outputs are gathered; one backward pass sums the gradients into the one set of parameters. BatchNorm sees a replica's
-share of the batch alone; replica 0's running statistics stay.
+Each forward pass copies the model to the devices, splits the batch, runs the copies in threads, and gathers their
+outputs; one backward pass sums the gradients into the one set of parameters. BatchNorm sees only a replica's part of
+the batch; replica 0's running statistics remain.
 
 On GPUs this is torch.nn.DataParallel with two differences: a batch is split as `BatchPlan` does among ranks (22, 21, 21
-of 64, not 22, 22, 20), and autocast's dtype is passed on: torch passes its threads only whether autocast is on. On a
-CPU that class passes its input through, so here threads do the same. They draw from the CPU's one random generator in
-arbitrary order: dropout under dp on a CPU, alone among all, is not the same bits twice.
+of 64, not 22, 22, 20), and the threads receive autocast's dtype: torch tells them only whether autocast is on. On a
+CPU, torch's class does not split its input; here threads do. They draw from the CPU's one random generator in arbitrary
+order: dropout under dp on a CPU is the only case without reproducible bits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..errors import RequestError
 
 
 def replicate(model: nn.Module, devices: Sequence[torch.device], name: str) -> nn.Module:
-    """Return the module that splits its input over `devices`; `model` itself for one device.
+    """Return a module that splits its input over `devices`; `model` itself for one device.
 
-    `name` is the method's. Raises `RequestError` for a compiled model.
+    `name` is that of the method. Raises `RequestError` for a compiled model.
     """
     if len(devices) == 1:
         return model
@@ -43,22 +43,22 @@ def replicate(model: nn.Module, devices: Sequence[torch.device], name: str) -> n
 
 
 def copies(model: nn.Module, devices: Sequence[torch.device]) -> list[Mapping[str, Tensor]]:
-    """Return each further GPU's copy of the parameters. Broken peer-to-peer access would damage it."""
+    """Return each further GPU's copy of the parameters; broken peer-to-peer access would damage a copy."""
     if devices[0].type != "cuda" or len(devices) == 1:
         return []
-    named = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
-    _, *others = comm.broadcast_coalesced(list(named.values()), devices)  # type: ignore[no-untyped-call]
+    parameters = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    _, *by_device = comm.broadcast_coalesced(list(parameters.values()), devices)  # type: ignore[no-untyped-call]
     return [
         {
-            name: torch.view_as_complex(copy) if own.is_complex() else copy
-            for (name, own), copy in zip(named.items(), others_copies, strict=True)
+            name: torch.view_as_complex(copy) if parameter.is_complex() else copy
+            for (name, parameter), copy in zip(parameters.items(), device_copies, strict=True)
         }
-        for others_copies in others
+        for device_copies in by_device
     ]
 
 
 class _InAutocast(nn.Module):
-    """Computes `module` in the autocast dtype given with its input."""
+    """Wrapper that computes `module` in the autocast dtype of its second input."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _DeviceReplicas(nn.DataParallel[_InAutocast]):
         return super().forward(x, _autocast_dtype(x))  # type: ignore[no-any-return]
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> tuple[Any, Any]:
-        """Return each replica's inputs, (part of x, autocast dtype), on its device."""
+        """Return each replica's inputs on its device: (part of x, autocast dtype)."""
         x, dtype = inputs
         sizes = [len(part) for part in _split(x, len(device_ids))]
         parts = comm.scatter(x, device_ids[: len(sizes)], sizes)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class _DeviceReplicas(nn.DataParallel[_InAutocast]):
 
 
 class ThreadReplicas(nn.Module):
-    """nn.DataParallel for a CPU, in `replicas` threads. Each has its share of the batch and of the cores."""
+    """nn.DataParallel for a CPU: `replicas` threads divide the batch and the cores."""
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         super().__init__()
@@ -96,25 +96,27 @@ class ThreadReplicas(nn.Module):
         self.cores = max(1, torch.get_num_threads() // replicas)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output for `x` (batch first) in parts."""
+        """Compute the output for `x` (n, …) in parts."""
         dtype, parts = _autocast_dtype(x), _split(x, self.replicas)
         if len(parts) == 1 or not torch.is_grad_enabled():
             return self.module(x, dtype)  # type: ignore[no-any-return]
-        # Replica 0 works on the module's own buffers, as in nn.DataParallel: its running statistics are kept.
+        # Replica 0 updates the module's buffers, as in nn.DataParallel: its running statistics remain.
         replicas = [self.module, *(_torch.replicate(self.module) for _ in parts[1:])]
         outputs: list[Any] = [None] * len(parts)
 
         def run(number: int) -> None:
-            torch.set_num_threads(self.cores)  # of this thread: OpenMP keeps the number for each
+            torch.set_num_threads(self.cores)  # for this thread: OpenMP keeps the number per thread
             try:
                 outputs[number] = replicas[number](parts[number], dtype)
             except BaseException as error:
                 outputs[number] = error
 
-        # New threads each time, as in nn.DataParallel: the backward pass takes operations in the order of numbers
-        # that a thread counts from its own start. In threads that are kept, one that was once without a part would
-        # lag behind, and the gradients of the replicas would be summed in another order ever after.
-        threads = [Thread(target=run, args=(at,), name=f"replica-{at}", daemon=True) for at in range(len(parts))]
+        # New threads each time, as in nn.DataParallel: the backward pass orders operations by a counter that each
+        # thread starts at 0. A reused thread that once had no part would lag behind, and from then on autograd would
+        # sum the replicas' gradients in another order.
+        threads = [
+            Thread(target=run, args=(number,), name=f"replica-{number}", daemon=True) for number in range(len(parts))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -205,7 +205,7 @@ class Stepper:
             self._stepped_by.clear()
             self._precision.update()
             norm, self.norm = self.norm, None
-            loop.count_step(*self._batch.taken(), self._lr, norm)
+            loop.count_step(*self._batch.take_loss(), self._lr, norm)
             self._after_step(saves)
         elif self.has_gradients and not self._prepared.optimizers:
             raise RequestError("A batch is over, and session.prepare was given no optimizer to step; give it yours.")
@@ -217,7 +217,7 @@ class Stepper:
     def pending(self) -> dict[str, Any]:
         """Return what waits for an optimizer step, for a checkpoint (*collective*)."""
         is_held = self.has_gradients or (self._keeps_gradients is not False and self._batch.adds_to_existing())
-        loss, samples = self._batch.waiting()
+        loss, samples = self._batch.pending_loss()
         losses = self._prepared.world.gather(loss) if is_held else []
         own = {"steps": self.has_gradients, "adds": self._keeps_gradients, "is_held": is_held}
         return {"samples": samples, "losses": losses, **own}
@@ -231,7 +231,7 @@ class Stepper:
         if pending["steps"]:
             losses = pending["losses"]
             own = losses[world.rank] if len(losses) == world.size else sum(losses) / world.size
-            self._batch.wait(own, pending["samples"])
+            self._batch.restore_loss(own, pending["samples"])
 
 
 def _weighed(handed: Handed | None, weight: float | Tensor | None) -> float | Tensor | None:
