@@ -70,7 +70,7 @@ def attempt(world: World, task: Task, options: dict[str, Any]) -> tuple[str, str
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-            Script(str(SCRIPT), task, given=given)(override(RunConfig(), **options), world)
+            Script(str(SCRIPT), task, flags=given)(override(RunConfig(), **options), world)
     except BaseException as error:
         if type(error).__name__ == script.Killed.__name__:  # the script's own class is another one each time
             return _KILLED, "", []

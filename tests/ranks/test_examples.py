@@ -61,7 +61,7 @@ def run(world: World, script: Path, options: dict[str, Any]) -> list[str]:
     options = options | {"precision": "fp64"}
     given = frozenset(key.replace("_", "-") for key in options)
     with in_float64() as said:
-        Script(str(script), ("--epochs", "2", *BRIEF.get(script.stem, ())), given=given)(
+        Script(str(script), ("--epochs", "2", *BRIEF.get(script.stem, ())), flags=given)(
             override(RunConfig(), **options), world
         )
     return said.getvalue().splitlines()

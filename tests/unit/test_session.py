@@ -126,7 +126,7 @@ def test_a_loop_without_a_prepared_model_is_refused() -> None:
 
 def test_a_loop_over_the_loader_that_was_given_and_not_the_one_returned_is_told() -> None:
     ours, model, optimizer, loader = loop()
-    with pytest.raises(RequestError, match=r"its loop was over no loader that session\.prepare returned"):
+    with pytest.raises(RequestError, match=r"its loop used no loader that session\.prepare returned"):
         run_epochs(ours, model, optimizer, [(x.double(), y) for x, y in loader.loader], 1)
 
 
@@ -279,8 +279,8 @@ def test_options_and_values_of_names_that_others_have_are_refused() -> None:
     with pytest.raises(RequestError, match=r"^accumulate 2 and micro_batch 3 say the same thing"):
         lockstep.session(accumulate=2, micro_batch=3)
     ours, *_ = loop()
-    for name in sessions._TAKEN:
-        with pytest.raises(RequestError, match=f"session.log was given '{name}', which records have"):
+    for name in sessions._RESERVED:
+        with pytest.raises(RequestError, match=f"session.log was given '{name}', which records already have"):
             ours.log(**{"accuracy": 1.0, name: 1.0})
 
 

@@ -361,6 +361,6 @@ def test_a_state_that_no_checkpoint_holds_is_told_at_the_start() -> None:
     assert _shared(TensorDataset(torch.zeros(4, 1)), 2).cautions == []
     for dataset in (Stateful(), data.Subset(Stateful(), [0, 1])):
         drawn, *state = _shared(dataset, 2).cautions
-        assert "a random generator of its own (noise)" in drawn
+        assert "a separate random generator (noise)" in drawn
         assert [each.startswith("the data set's state_dict is not used") for each in state] == [True] * len(state)
         assert len(state) == isinstance(dataset, Stateful)

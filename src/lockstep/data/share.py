@@ -1,7 +1,7 @@
 """This rank's share of a user's DataLoader.
 
-Order and the samples' own randomness are functions of (seed, epoch, sample index), on any number of ranks and workers.
-A collate function's draws follow from (seed, epoch, first sample of the share), and like dropout differ with shares.
+Order and each sample's random draws are functions of (seed, epoch, sample index), on any number of ranks and workers. A
+collate function's draws depend on (seed, epoch, first sample of the share) and, like dropout, on the shares.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
 
-_OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
-"""Keep the draws of each purpose apart from each other, and from those of the other data sets."""
+"""Purposes of draws: each has separate random numbers, also from those of lockstep's data sets."""
 
 
 class Micro(NamedTuple):
     """This rank's share of one global micro-batch.
 
-    `batch` is collated by the user's function, on the device. `indices` (size,) are the samples'; for a stream, their
-    positions in this epoch.
+    `batch` is the output of the user's collate function, on the device. `indices` (size,) are those of the samples, or
+    for a stream their positions in this epoch.
     """
 
     batch: Any
@@ -47,7 +47,7 @@ class Micro(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of samples that count; 0 where the global batch's first sample stands in."""
+        """Number of samples that count; 0 for an empty share, whose batch is a stand-in sample."""
         return self.share.size
 
     @property
@@ -62,7 +62,7 @@ class Micro(NamedTuple):
 
 
 _Shares = Iterator[tuple[Indices, Share]]
-"""The samples to read, one where the share is empty, and the share."""
+"""(indices of the samples to read, share). An empty share reads one stand-in sample."""
 
 
 class Micros:
@@ -82,7 +82,7 @@ class Micros:
 
 
 class SharedLoader:
-    """A user's DataLoader whose global batches are shared among the ranks."""
+    """A user's DataLoader whose global batches are divided among the ranks."""
 
     def __init__(
         self,
@@ -95,28 +95,31 @@ class SharedLoader:
         dtype: torch.dtype | None = None,
         evaluates: bool = False,
     ) -> None:
-        """Check and plan the shares (*collective*). Floating-point tensors are cast to `dtype`, if given.
+        """Check and plan the shares (*collective*). Casts floating-point tensors to `dtype`, if given.
 
         `accumulate` and `micro_batch` are those of `BatchPlan.solve`; a loader that only `evaluates` has neither.
-        Raises `RequestError`, on every rank, for loaders that cannot be shared, and where the ranks' data differ.
+        Raises `RequestError` on every rank for loaders that cannot be shared, and for data that differ between ranks.
         """
         self.loader, self._world, self._seed = loader, world, seed
-        self._trial = copy.copy(getattr(loader, "sampler", None))  # a sampler may count how often it is drawn
+        self._trial = copy.copy(getattr(loader, "sampler", None))  # a sampler may count its draws
         self._drawn_epochs = 0
 
-        def planned() -> tuple[BatchPlan, Indices | None]:
+        def plan() -> tuple[BatchPlan, Indices | None]:
             size = _global_batch(loader)
-            drawn = None if isinstance(loader.dataset, IterableDataset) or _is_known(loader.sampler) else self._try()
-            if evaluates:  # a batch of which some rank has no sample is no reason to refuse
-                return BatchPlan(global_size=size, ranks=world.size, accumulation=1), drawn
-            return BatchPlan.solve(size, world.size, micro_size=micro_batch, accumulation=accumulate), drawn
+            is_stream = isinstance(loader.dataset, IterableDataset)
+            order = None if is_stream or _is_standard(loader.sampler) else self._first_order()
+            if evaluates:  # shares may be empty
+                return BatchPlan(global_size=size, ranks=world.size, accumulation=1), order
+            return BatchPlan.solve(size, world.size, micro_size=micro_batch, accumulation=accumulate), order
 
-        self.plan, self._drawn = world.together(planned)
+        self.plan, self._sampler_order = world.together(plan)
         self.drop_last, self._is_stream = loader.drop_last, isinstance(loader.dataset, IterableDataset)
-        self.counts_itself = self._drawn is not None and not np.array_equal(self._drawn, self._try())
-        """Whether the sampler's order depends on how often it was drawn."""
-        drawn = "" if self._drawn is None else digest(self._drawn)
-        facts = {"global batch": self.plan.global_size, "samples": self.samples, "order of digest": drawn}
+        self.counts_itself = self._sampler_order is not None and not np.array_equal(
+            self._sampler_order, self._first_order()
+        )
+        """Whether the sampler's order depends on the number of its earlier draws."""
+        order_digest = "" if self._sampler_order is None else digest(self._sampler_order)
+        facts = {"global batch": self.plan.global_size, "samples": self.samples, "order of digest": order_digest}
         check_alike(world, "The DataLoader", facts)
         self.workers = min(loader.num_workers, 1) if self._is_stream else loader.num_workers
         self._options: dict[str, Any] = {
@@ -126,22 +129,22 @@ class SharedLoader:
             **{name: getattr(loader, name) for name in ("timeout", "multiprocessing_context", "prefetch_factor")},
         }
         self._feed = Feed(Batches(loader.dataset, loader.collate_fn), stays=loader.persistent_workers, **self._options)
-        self._how = (world.device, dtype, loader.pin_memory)
-        # What a DataLoader makes lies on the CPU: `Tensor.to` would find nothing to do.
+        self._destination = (world.device, dtype, loader.pin_memory)
+        # A DataLoader's batches are on the CPU: there `Tensor.to` would have nothing to do.
         self._moves = world.device.type != "cpu" or dtype is not None
-        self._first: list[Signature | None] | None = None
-        """Signatures of the samples to compare, once they are read; None for one that varies."""
+        self._signatures: list[Signature | None] | None = None
+        """Signatures of the samples to compare, once they are read; None for a sample that varies."""
         self.is_compared = world.group is None
 
     @property
     def cautions(self) -> list[str]:
-        """What a resumed run, or one on other ranks, may not repeat."""
+        """Sentences on behaviour that a resumed run, or a run on other ranks, may not repeat."""
         lines, dataset = list[str](), self.loader.dataset
         if self.counts_itself:
             lines.append("the sampler's order depends on how often it was drawn: a resumed run draws it as often")
-        if names := [name for name, value in state_of(dataset).items() if isinstance(value, _OWN_GENERATORS)]:
+        if names := [name for name, value in state_of(dataset).items() if isinstance(value, _GENERATOR_TYPES)]:
             lines.append(
-                f"the data set has a random generator of its own ({', '.join(names)}): samples that draw from it "
+                f"the data set has a separate random generator ({', '.join(names)}): samples that draw from it "
                 "depend on ranks and workers, and no checkpoint holds its state; draw from torch's, NumPy's or "
                 "Python's global generator, which are seeded for each sample"
             )
@@ -158,17 +161,17 @@ class SharedLoader:
     @property
     def order(self) -> str:
         """The order of an epoch's samples."""
-        if self._is_stream or self._drawn is not None:
+        if self._is_stream or self._sampler_order is not None:
             return OF_A_SAMPLER
         return SHUFFLED if isinstance(self.loader.sampler, RandomSampler) else ASCENDING
 
     @property
     def _length(self) -> int | None:
         """Number of samples in an epoch that begins now: a data set may grow or shrink between epochs."""
-        if self._drawn is not None:
-            return len(self._drawn)
+        if self._sampler_order is not None:
+            return len(self._sampler_order)
         counted: Any = self.loader.dataset if self._is_stream else self.loader.sampler
-        return len(counted) if hasattr(counted, "__len__") else None  # a stream's own word, and no more
+        return len(counted) if hasattr(counted, "__len__") else None  # a stream may yield another number
 
     @property
     def samples(self) -> int | None:
@@ -177,60 +180,61 @@ class SharedLoader:
 
     @property
     def index_bound(self) -> int:
-        """An exclusive upper bound of the sample indices; 0 for a stream."""
+        """Exclusive upper bound of the sample indices; 0 for a stream."""
         dataset: Any = self.loader.dataset
-        if self._drawn is None or not hasattr(dataset, "__len__"):
+        if self._sampler_order is None or not hasattr(dataset, "__len__"):
             return self.samples or 0
-        return max(len(dataset), len(self._drawn))  # a sampler may choose some of the data set's samples
+        return max(len(dataset), len(self._sampler_order))  # a sampler may choose some of the data set's samples
 
     def epoch_order(self, epoch: int, drawn_as: int | None = None) -> Callable[[int, int], Indices]:
-        """Return the training order of `epoch`, as a function from [start, stop) to the samples there.
+        """Return the training order of `epoch`: a function from positions [start, stop) to sample indices.
 
-        `drawn_as` is another number for a further pass. Raises `RequestError` where a sampler changes its length.
+        `drawn_as` replaces `epoch` in the seed of a further pass. Raises `RequestError` if a sampler changes its
+        length.
         """
         samples, drawn_as = self._length or 0, epoch if drawn_as is None else drawn_as
         if self.order == SHUFFLED:
             return Order(samples, seed=self._seed, epoch=drawn_as).indices
-        if self._drawn is None:
+        if self._sampler_order is None:
             return np.arange
-        drawn = self._draw(self.loader.sampler, epoch, drawn_as)
+        order = self._draw(self.loader.sampler, epoch, drawn_as)
         self._drawn_epochs = epoch + 1
-        if len(drawn) != samples:
+        if len(order) != samples:
             raise RequestError(
-                f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(drawn)} samples in "
+                f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(order)} samples in "
                 f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
             )
-        return lambda start, stop: drawn[start:stop]
+        return lambda start, stop: order[start:stop]
 
     def steps(self) -> int | None:
-        """Return the number of global batches per epoch. A stream's follows from its length; None without one."""
+        """Return the number of global batches per epoch; None for a stream without a length."""
         length = self._length
         return None if length is None else self.plan.steps(length, drop_last=self.drop_last)
 
     def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Micros:
-        """Yield this rank's training shares, from global batch `first`. Every rank gets as many.
+        """Yield this rank's training shares from global batch `first`, equally many on every rank.
 
-        `again` counts earlier passes over the same epoch: each has an order and draws of its own. Raises
-        `RequestError` where a sampler changes its length; errors of the user's own code pass through.
+        `again` counts earlier passes over the same epoch: each pass has a different order and different draws. Raises
+        `RequestError` if a sampler changes its length; errors of the user's code propagate.
         """
         return self._micros(_TRAINING, epoch, first, again)
 
     def shares(self) -> Micros:
-        """Yield this rank's evaluation shares. Each sample comes once, in ascending order.
+        """Yield this rank's evaluation shares: each sample once, in ascending order.
 
-        No batch is dropped, and no share is empty unless there are fewer samples than ranks.
+        Drops no batch; no share is empty unless there are fewer samples than ranks.
         """
         return self._micros(_EVALUATION)
 
     def compare(self) -> str:
-        """Compare the ranks' samples; return a warning or "" (*collective*). Does nothing until all ranks have read.
+        """Compare the ranks' samples once all ranks have read; return a warning or "" (*collective*).
 
-        Raises `RequestError`, on every rank, where their data sets have other samples.
+        Raises `RequestError` on every rank for different samples.
         """
-        if not all(self._world.gather(self._first is not None)):
+        if not all(self._world.gather(self._signatures is not None)):
             return ""
         self.is_compared = True
-        return compare(self._world, "The DataLoader", self._first or [])
+        return compare(self._world, "The DataLoader", self._signatures or [])
 
     def close(self) -> None:
         """End the workers and wait. Workers stuck in a sample are killed after seconds."""
@@ -246,17 +250,19 @@ class SharedLoader:
             self._feed = Feed(stream, stays=False, **self._options)
         else:
             shares = self._training(epoch, first, drawn_as) if purpose == _TRAINING else self._evaluation()
-            tasks = ((keys, *each) for each in shares)
-            if self.samples and not self.is_compared and self._first is None:
+            tasks = ((keys, *task) for task in shares)
+            if self.samples and not self.is_compared and self._signatures is None:
                 places = spread(self.samples)
-                tasks = chain([(keys, places if self._drawn is None else self._drawn[places], None)], tasks)
-        # Nothing here refers to a batch that was handed out: a session asks whether its user still has it.
-        return Micros(filter(None, map(self._made, answers := self._feed.answers(keys, tasks))), answers)
+                tasks = chain(
+                    [(keys, places if self._sampler_order is None else self._sampler_order[places], None)], tasks
+                )
+        # No reference to a yielded batch stays here: a session checks whether the user still has the batch.
+        return Micros(filter(None, map(self._to_micro, answers := self._feed.answers(keys, tasks))), answers)
 
-    def _made(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
+    def _to_micro(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
         indices, share, batch = answer
         if share is None:
-            self._first = self._first or batch
+            self._signatures = self._signatures or batch
             return None
         return Micro(self._moved(batch), share, indices[: share.size])
 
@@ -268,7 +274,7 @@ class SharedLoader:
 
     def _evaluation(self) -> _Shares:
         ranks, rank, samples = self._world.size, self._world.rank, self._length or 0
-        chosen = None if self._drawn is None else np.sort(self._drawn)
+        chosen = None if self._sampler_order is None else np.sort(self._sampler_order)
         batches = max(1, min(-(-samples // self.plan.global_size), samples // ranks)) if samples else 0
         for batch in range(batches):
             start, stop = (part * samples // batches for part in (batch, batch + 1))
@@ -279,61 +285,62 @@ class SharedLoader:
             yield read if chosen is None else chosen[read], share
 
     def catch_up(self, epochs: int) -> None:
-        """Draw from a sampler that counts its own epochs as often as a run of `epochs` epochs has."""
+        """Draw from a sampler that counts its draws as often as a run of `epochs` epochs has."""
         if self.counts_itself:
             for epoch in range(self._drawn_epochs, epochs):
                 self._draw(self.loader.sampler, epoch, epoch)
             self._drawn_epochs = max(self._drawn_epochs, epochs)
 
-    def _try(self) -> Indices:
+    def _first_order(self) -> Indices:
         """Return the first epoch's indices of a copy of the sampler."""
         sampler = self._trial
-        if not hasattr(sampler, "__len__"):  # as with those that never end
+        if not hasattr(sampler, "__len__"):  # such as an endless sampler
             raise RequestError(
                 f"The DataLoader's sampler, a {type(sampler).__name__}, has no length; give it a __len__."
             )
         return self._draw(sampler, 0, 0)
 
     def _draw(self, sampler: Any, epoch: int, drawn_as: int) -> Indices:
-        """Return the sampler's indices, equal on every rank. The global generators are seeded for it, and kept."""
+        """Return the sampler's indices, equal on every rank. Seeds the global generators, and restores them."""
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(epoch)
-        own = [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, torch.Generator)]
-        states = [generator.get_state() for generator in own]
-        for number, generator in enumerate(own):
+        attributes = getattr(sampler, "__dict__", {}).values()
+        generators = [value for value in attributes if isinstance(value, torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        for number, generator in enumerate(generators):
             generator.manual_seed(counter.key(self._seed, drawn_as, _SAMPLER, number))
         try:
             with preserve_generators():
                 seed(counter.keys(GENERATORS, self._seed, drawn_as, _SAMPLER), 0)
-                return np.array([operator.index(each) for each in sampler], np.int64)
+                return np.array([operator.index(index) for index in sampler], np.int64)
         finally:
-            for generator, state in zip(own, states, strict=True):  # the user may draw from it, too
+            for generator, state in zip(generators, states, strict=True):  # the user may draw from it, too
                 generator.set_state(state)
 
     def _moved(self, batch: Any) -> Any:
-        return moved(batch, *self._how) if self._moves else batch
+        return moved(batch, *self._destination) if self._moves else batch
 
 
-def moved(part: Any, *how: Any) -> Any:
-    """Return `part` with its tensors moved. `how` is the device, a floating-point dtype or None, and non_blocking."""
-    device, dtype, non_blocking = how
+def moved(part: Any, *destination: Any) -> Any:
+    """Return `part` with its tensors moved to (device, floating-point dtype or None, non_blocking)."""
+    device, dtype, non_blocking = destination
     if isinstance(part, Tensor):
         return part.to(device, dtype if part.is_floating_point() else None, non_blocking=non_blocking)
     if to := getattr(part, "to", None):
         part = to(device)
     if isinstance(part, MutableMapping):
-        # Its class may have more to it than its items, as Hugging Face's BatchEncoding has.
-        anew: Any = copy.copy(part)
-        anew.update({key: moved(value, *how) for key, value in part.items()})
-        return anew
+        # A copy: its class may have attributes besides its items, as Hugging Face's BatchEncoding does.
+        duplicate: Any = copy.copy(part)
+        duplicate.update({key: moved(value, *destination) for key, value in part.items()})
+        return duplicate
     if to is None and isinstance(part, tuple | list):
-        parts = [moved(each, *how) for each in part]
+        parts = [moved(item, *destination) for item in part]
         return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
     if to is None and dataclasses.is_dataclass(part) and not isinstance(part, type):
-        anew = copy.copy(part)
-        for field in dataclasses.fields(part):
-            object.__setattr__(anew, field.name, moved(getattr(part, field.name), *how))  # though it is frozen
-        return anew
+        duplicate = copy.copy(part)
+        for field in dataclasses.fields(part):  # also of a frozen dataclass
+            object.__setattr__(duplicate, field.name, moved(getattr(part, field.name), *destination))
+        return duplicate
     return part
 
 
@@ -344,20 +351,22 @@ def _global_batch(loader: Any) -> int:
     if isinstance(loader.sampler, DistributedSampler):
         raise RequestError("The DataLoader has a DistributedSampler, which shares samples out again; leave it out.")
     if loader.batch_size is None:
-        has = "a batch_sampler" if loader.batch_sampler is not None else "batch_size=None"
-        raise RequestError(f"The DataLoader has {has}; give the global batch as batch_size, with sampler or shuffle.")
+        option = "a batch_sampler" if loader.batch_sampler is not None else "batch_size=None"
+        raise RequestError(
+            f"The DataLoader has {option}; give the global batch as batch_size, with sampler or shuffle."
+        )
     return loader.batch_size
 
 
 def state_of(dataset: Any) -> dict[str, Any]:
-    """Return the public attributes of a data set, and of the one that it is a part of, such as a Subset's."""
+    """Return the attributes of a data set, and of its inner `dataset`, such as a Subset's."""
     inner = getattr(dataset, "dataset", None)
-    held = {} if inner is None else state_of(inner)
-    return held | {name: value for name, value in getattr(dataset, "__dict__", {}).items() if name != "dataset"}
+    attributes = {} if inner is None else state_of(inner)
+    return attributes | {name: value for name, value in getattr(dataset, "__dict__", {}).items() if name != "dataset"}
 
 
-def _is_known(sampler: Any) -> bool:
-    """Return whether the sampler is sequential or a full shuffle. Such an order need not be drawn."""
+def _is_standard(sampler: Any) -> bool:
+    """Return whether the sampler is sequential or a full shuffle, so that its order need not be drawn."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler

@@ -1,6 +1,6 @@
 """Run loop: counts, records, saves and checks steps, and ends the run.
 
-A `Session` calls `Loop` at the end of each step and epoch. Every rank calls every function here.
+A `Session` calls `Loop` at the end of each step and epoch. Every rank makes the same calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .saving import Saver
 
 
 class Stage(Enum):
-    """Where a run is."""
+    """Stage of a run."""
 
     PREPARING = auto()
     RUNNING = auto()
@@ -55,7 +55,7 @@ class Loop:
     ) -> None:
         """Open the checkpoints of the run's folder, if any.
 
-        `resumed` is called wherever the clock starts. An endless loop goes on past its last epoch.
+        Calls `resumed` whenever the clock starts. An endless loop continues past its last epoch.
         """
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
@@ -63,26 +63,26 @@ class Loop:
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every)
         self.stop = StopRequest(quiet=not world.is_main, saves=self.folder is not None)
         self.pending: Callable[[], dict[str, Any] | None] = lambda: None
-        """Returns what waits for an optimizer step."""
+        """Returns the state between backward and optimizer step, for a checkpoint."""
         self.checks: RunChecks  # once the loop has begun
         self.stage = Stage.PREPARING
         self.epochs: int | None = None
-        """The number that the loop goes over; None for a loop that does not go over `session.epochs`."""
-        self.steps: int | None = None  # of an epoch, where it is known
-        self.total_steps = 0  # 0 where it is not known
+        """Number of epochs; None for a loop without `session.epochs`."""
+        self.steps: int | None = None  # per epoch; None if unknown
+        self.total_steps = 0  # 0 if unknown
         self.exit: int | None = 0
-        """The exit code in the summary; None where it is not known."""
+        """Exit code in the summary; None if unknown."""
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
         self._world, self._saves, self._is_endless, self._on_resume = world, saves, is_endless, resumed
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
-        self._heeding = contextlib.ExitStack()  # stop requests, from the loop's beginning to its end
+        self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
-        self._is_stopping = self._are_checks_told = False
+        self._is_stopping = self._has_recorded_checks = False
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: float | None = None  # of the current weights, if scored since the last save
         self._evaluation: dict[str, Any] = {}
-        self._batches = 0  # of the epoch's first pass, that the loop has got
+        self._batches = 0  # that the loop has received in the epoch's first pass
         self._resumed: tuple[int, int, list[int]] | None = None  # passes, batches and trained passes of the epoch
 
     @property
@@ -105,27 +105,27 @@ class Loop:
         self.recorder.record("warning", text=text[0].upper() + text[1:].rstrip(".") + ".")
 
     def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Restore the state, if any, and record the start (*collective*).
+        """Restore the state, if any; record the start with `facts` (*collective*).
 
-        Also records `facts`. A run with a `result()`, its summary (*collective*), ends after scoring its last weights.
+        `result()` returns the run's summary (*collective*); a run with a `result` also scores its last weights.
         """
         config, world, source = self.config, self._world, self.prepared.source
-        self._heeding.enter_context(self.stop)
+        self._stop_handling.enter_context(self.stop)
         self.epochs, self._result = epochs, result
         self.steps = None if source is None else source.steps()
         self.total_steps = min(filter(None, ((epochs or 0) * (self.steps or 0), config.max_steps)), default=0)
         self.prepared.begin()
         if self.state is not None:
             self._restore(self.state)
-        else:  # from here on the generators serve the model's own randomness, which each rank draws for itself
+        else:  # from here on the generators serve the model's own randomness, which differs between ranks
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
         world.progress.step = self.position.step
-        world.together(lambda: self._tell_start(facts or {}))
+        world.together(lambda: self._record_start(facts or {}))
         self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.stage = Stage.RUNNING
         self.start_clock()
 
-    def _tell_start(self, facts: dict[str, Any]) -> None:
+    def _record_start(self, facts: dict[str, Any]) -> None:
         try:
             self.recorder.record("start", **describe_start(self, facts))
             if self.state is not None and self.state.caution:
@@ -134,18 +134,18 @@ class Loop:
             raise unwritable(self.folder, error) from error
 
     def start_clock(self) -> None:
-        """Start timing steps: at the first one, and after non-training work."""
+        """Start timing steps, at the first one and after non-training work."""
         self.meter.start()
         self._on_resume()
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps that --max-steps allows, or a recipe plans, are made."""
+        """Whether the run has made all steps that --max-steps allows or a recipe plans."""
         limit = self.total_steps if self.prepared.is_recipe else self.config.max_steps or 0
         return 0 < limit <= self.position.step and not self._is_endless
 
     def goes_on(self, epochs: int) -> bool:
-        """Return whether another epoch remains. An epoch has steps to make, or weights to score."""
+        """Return whether another epoch remains, with steps to make or weights to score."""
         position = self.position
         if self._is_endless:
             return True
@@ -156,7 +156,7 @@ class Loop:
         return self._result is not None and position.evaluated != position.step
 
     def note_samples(self, indices: Indices, *, last: bool) -> None:
-        """Note this rank's samples (n,) of a micro-batch that the loop has got; the `last` completes its batch."""
+        """Note this rank's sample indices (n,) of a micro-batch; the `last` one completes its batch."""
         if self.checks.samples is not None:
             self.checks.samples.add(indices)
             if last:
@@ -164,9 +164,9 @@ class Loop:
                 self._batches += 1
 
     def judge(self, score: float | None, scores: Scores | None = None, *, on: str = "") -> None:
-        """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a set.
+        """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a data set.
 
-        Weights without a score are no candidates for `best`, and do not count for --patience.
+        Weights without a score cannot become `best`, and --patience ignores them.
         """
         position = self.position
         position.judge(score)
@@ -176,9 +176,9 @@ class Loop:
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
 
     def begin_pass(self, place: int) -> int | None:
-        """Return the batch at which pass `place` over this epoch's data begins; None where there is nothing left of it.
+        """Return the first batch of pass `place` over this epoch's data; None for a completed pass.
 
-        A resumed epoch leaves out the passes that it has trained on, and begins within the one under way.
+        A resumed epoch skips the passes that it has trained on, and continues within the current one.
         """
         position = self.position
         if self._resumed is not None:
@@ -192,9 +192,9 @@ class Loop:
         return 0
 
     def count_batch(self, place: int, batch: int) -> None:
-        """Note the global batch of this epoch that was trained on, with or without a step: its pass and number.
+        """Note a trained global batch of this epoch by pass and number, with or without a step.
 
-        Raises `RequestError` for one that was trained before a resume.
+        Raises `RequestError` for a batch that was trained before a resume.
         """
         position = self.position
         if place == position.passes and batch < self.resumed_at:
@@ -223,7 +223,7 @@ class Loop:
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
         if self.prepared.exchange.keeps_replicas and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
-        # After an epoch's last step it is saved anyway, once the weights are evaluated.
+        # The end of an epoch saves anyway, once the weights are evaluated.
         save = (
             saves
             and every is not None
@@ -233,8 +233,8 @@ class Loop:
         )
         if save or self.meter.due(self.stop.asked):
             stopping = self.record_steps()
-            # Without a source an epoch cannot be resumed in its midst; and at the end of one, what follows the user's
-            # loop over its batches may need what that loop has left.
+            # Without a source an epoch cannot be resumed midway. At the end of an epoch, code after the user's loop
+            # over batches may need the loop's results.
             self._is_stopping = self._is_stopping or stopping
             has_ended = (self.prepared.source is None and self.epochs) or self.position.within == self.steps
             if self._is_stopping and saves and not has_ended:
@@ -270,38 +270,38 @@ class Loop:
             raise self.stopped()
 
     def record_steps(self) -> bool:
-        """Record pending steps (*collective*). Returns whether any rank was asked to stop."""
+        """Record pending steps; return whether any rank has a stop request (*collective*)."""
         if not self.meter.pending.rows:
             return False
         pending, step = self.meter.pending, self.position.step
         pending.values.sort(key=lambda value: value[:2])  # ranks may log in another order
         first = step + 1 - len(pending.rows)
-        names = [f"{name} of step {first + at}" for at, name, _ in pending.values]
+        names = [f"{name} of step {first + number}" for number, name, _ in pending.values]
         self.prepared.exchange.meet(Header(RECORD, step), names)
-        stopping, wrong = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
-        if wrong is not None:
-            raise self._not_finite(*wrong)
+        stopping, non_finite = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
+        if non_finite is not None:
+            raise self._non_finite_error(*non_finite)
         if self._saver is not None:
             self._saver.poll()
         return stopping
 
-    def _not_finite(self, step: int, ranks: list[int]) -> RunError:
+    def _non_finite_error(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
         doubt = self.checks.replicas.explain_loss(self.position.step, step)
-        where, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
+        location, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
             rank, folder = self._world.rank, self.folder / "failures"
             with contextlib.suppress(OSError):  # a full disk must not hide why the run failed
                 if rank in ranks:
                     own_folder(folder)
-                    held = {"step": step, "rank": rank, "indices": [part.tolist() for part in indices(step - 1)]}
-                    write_json(folder / f"nonfinite_step_{step}_rank_{rank}.json", held)
-                where += f"; the batch's sample indices are in {shown(folder)}"
+                    report = {"step": step, "rank": rank, "indices": [part.tolist() for part in indices(step - 1)]}
+                    write_json(folder / f"nonfinite_step_{step}_rank_{rank}.json", report)
+                location += f"; the batch's sample indices are in {shown(folder)}"
         advice = f"{self.prepared.remedy()} {doubt}".rstrip()
-        return RunError(f"The loss at step {step} is not a finite number on {where}. {advice}")
+        return RunError(f"The loss at step {step} is not a finite number on {location}. {advice}")
 
     def _remedy(self) -> str:
-        self.record_steps()  # raises for a loss that is not finite, the better explanation
+        self.record_steps()  # raises for a non-finite loss, which is the better explanation
         return self.prepared.remedy()
 
     def confirm(self) -> None:
@@ -316,7 +316,7 @@ class Loop:
             step, score = self.position.step, self._score
             self._score, self._saved_at = None, step
             if self._saver is not None:
-                self._saver.save(lambda: self._captured(score), step=step, score=score)
+                self._saver.save(lambda: self._capture(score), step=step, score=score)
         self.start_clock()
 
     def stopped(self) -> Stopped:
@@ -325,28 +325,30 @@ class Loop:
         if self._saved_at != step:
             self.save()
         if self._saver is not None:
-            why, hint = self._saver.finish(step)
-            ending = f", but its checkpoint could not be written; {why}: {hint}." if why else f" and saved; {hint}."
-        of = f" of {self.total_steps}" if self.total_steps else ""
-        return Stopped(f"Stopped on request at step {step}{of}{ending}")
+            reason, hint = self._saver.finish(step)
+            ending = f" and saved; {hint}."
+            if reason:
+                ending = f", but its checkpoint could not be written; {reason}: {hint}."
+        total = f" of {self.total_steps}" if self.total_steps else ""
+        return Stopped(f"Stopped on request at step {step}{total}{ending}")
 
     def load_best(self) -> int | None:
         """Load the weights of the best checkpoint; return its step (*collective*). None unless every rank has it."""
         if self.folder is None:
             return None
         best = str(self.folder / "checkpoints" / "best")
-        asked = dataclasses.replace(self.config.checkpoint, resume=best)
+        checkpoint = dataclasses.replace(self.config.checkpoint, resume=best)
         state: State | None = None
         with contextlib.suppress(RequestError):
-            state = resume.load(dataclasses.replace(self.config, checkpoint=asked), self._world)
-        # A disk that was full may have left out the best.
+            state = resume.load(dataclasses.replace(self.config, checkpoint=checkpoint), self._world)
+        # After a full disk the folder may lack the best weights.
         if state is None or (state.meta["scores"] or {}).get("top1") != self.position.best_top1:
             return None
         self.prepared.load_weights(state)
         return int(state.meta["step"])
 
     def finish(self) -> None:
-        """End a loop that has begun, once (*collective*). Waits for the last checkpoint and records the result."""
+        """End a running loop: wait for the last checkpoint, record the result (*collective*)."""
         if not self.is_running:
             return
         self.stage = Stage.FINISHED
@@ -356,16 +358,16 @@ class Loop:
             if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
                 self._score = position.scores.top1
             self.save()
-        why, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
+        reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self.summary() if self._result is None else self._result()
-        self._tell_checks()
+        self._record_checks()
         self.recorder.record("finish", **fields | {"proof": self.checks.outcomes()})
-        if why:
-            raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {why}; {hint}.")
-        self._heeding.close()
+        if reason:
+            raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {reason}; {hint}.")
+        self._stop_handling.close()
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary fields that every loop has."""
+        """Return the summary fields of every loop."""
         meter, position = self.meter, self.position
         return {
             "steps": position.step,
@@ -378,18 +380,18 @@ class Loop:
 
     def close(self) -> None:
         """Release the folder, also after an error."""
-        with self._heeding:
+        with self._stop_handling:
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:
-                self._tell_checks()
+                self._record_checks()
 
-    def _tell_checks(self) -> None:
-        if not self._are_checks_told:
-            self._are_checks_told = True
+    def _record_checks(self) -> None:
+        if not self._has_recorded_checks:
+            self._has_recorded_checks = True
             self.recorder.record("proof", checks=self.checks.outcomes())
 
-    def _captured(self, score: float | None) -> State:
+    def _capture(self, score: float | None) -> State:
         """Return the state for an exact continuation (*collective*)."""
         self.position.partial_s = self.meter.train_s - self._train_s
         pending = self.pending()
@@ -416,7 +418,7 @@ class Loop:
                 "--epochs or --max-steps, or start a new run in another --output."
             )
         if self.epochs is None and step:
-            raise RequestError("A run can be continued where its loop goes over session.epochs(…): this one does not.")
+            raise RequestError("A run can be continued only if its loop uses session.epochs(…): this one does not.")
         with understanding(state.origin or Path("the checkpoint")):
             self.prepared.load(state)
             self.prepared.precision.load_state(state.meta["scaler"])

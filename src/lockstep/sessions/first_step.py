@@ -1,4 +1,4 @@
-"""What the first step shows of a loop: state that no checkpoint holds, and numbers that depend on the ranks."""
+"""Findings of a loop's first step: unsaved state, and values that depend on the ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..data.share import SharedLoader, state_of
 from ..nn import sync_batchnorm
 from ..runs.prepared import Prepared
 
-_ITEMS = 1000  # of a list or dict, at most, that are looked at
+_MOST_ITEMS = 1000  # of a list or dict to compare
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 class FirstStep:
-    """The state of the models before the first step."""
+    """State of the models before the first step, to compare with that after it."""
 
     def __init__(self, prepared: Prepared, *, is_in_epochs: bool, is_resumed: bool) -> None:
         self._prepared, self._is_in_epochs, self._is_resumed = prepared, is_in_epochs, is_resumed
@@ -31,53 +31,56 @@ class FirstStep:
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
 
     def cautions(self) -> list[str]:
-        """Return a sentence for each finding after the first step (*collective*)."""
-        prepared, found = self._prepared, list[str]()
+        """Return a sentence per finding after the first step (*collective*)."""
+        prepared, sentences = self._prepared, list[str]()
         world, source = prepared.world, prepared.source
         is_cut = source is not None and source.plan.accumulation > 1
         changed = [name for name, buffer in _buffers(prepared) if not self._is_same(name, buffer)]
         if world.size > 1:
-            own = dict(_buffers(prepared))
-            alike = {name: _text(own[name]) for name in changed}
-            names = {name for theirs in world.gather(alike) for name, text in theirs.items() if alike.get(name) != text}
+            buffers = dict(_buffers(prepared))
+            sums = {name: _sum_text(buffers[name]) for name in changed}
+            by_rank = world.gather(sums)
+            names = {name for rank_sums in by_rank for name, text in rank_sums.items() if sums.get(name) != text}
             changed = changed if is_cut else sorted(name for name in changed if name in names)
         if changed and (world.size > 1 or is_cut):
-            what = "each rank's share of the batch" if world.size > 1 else "each micro-batch"
-            found.append(
-                f"the model's buffer {', '.join(changed[:3])} is computed from {what} in forward, so that the model "
+            part = "each rank's share of the batch" if world.size > 1 else "each micro-batch"
+            sentences.append(
+                f"the model's buffer {', '.join(changed[:3])} is computed from {part} in forward, so that the model "
                 "depends on the number of ranks and micro-batches; sum over the ranks there (session.sum), or use a "
                 "layer without statistics of the batch"
             )
         unsaved = dict(_unsaved(prepared.models))
-        lost = [name for name, before in self._unsaved.items() if unsaved.get(name, before) != before]
+        lost = [name for name, initial in self._unsaved.items() if unsaved.get(name, initial) != initial]
         if lost:
-            found.append(
+            sentences.append(
                 f"the model changes {', '.join(lost[:3])} in forward, which no checkpoint holds: if a later step "
                 "reads it, a resumed run differs; make it a persistent buffer, or give get_extra_state and "
                 "set_extra_state"
             )
         counts = [name for name, value in self._dataset_numbers() if self._counts.get(name, value) != value]
         if counts:
-            found.append(
+            sentences.append(
                 f"the data set changes its attribute {', '.join(counts[:3])} as it is read, which no checkpoint holds: "
-                "a resumed run begins it anew, and other ranks count otherwise; let a sample follow from its index"
+                "a resumed run begins it anew, and other ranks count otherwise; compute a sample from its index alone"
             )
         saves = prepared.config.record.output is not None
         if (saves or is_cut) and self._has_unprepared_schedule():
-            found.append(
+            sentences.append(
                 "the optimizer has a learning-rate schedule that session.prepare was not given: no checkpoint holds "
                 "it, and it steps in each micro-batch; prepare it with its optimizer"
             )
         if not self._is_in_epochs and saves:
-            found.append(
+            sentences.append(
                 "this run cannot be resumed, since its loop does not go over session.epochs(…): write `for epoch in "
                 "session.epochs(n)`"
             )
-        return found
+        return sentences
 
     def _has_unprepared_schedule(self) -> bool:
         prepared = self._prepared
-        values = [value for part in prepared.others for value in (part, *getattr(part, "__dict__", {}).values())]
+        values = [
+            value for part in prepared.stateful_objects for value in (part, *getattr(part, "__dict__", {}).values())
+        ]
         groups = [group for optimizer in prepared.optimizers for group in optimizer.param_groups]
         # torch's schedules note the rate that they began with.
         return any("initial_lr" in group for group in groups) and not any(
@@ -85,7 +88,7 @@ class FirstStep:
         )
 
     def _dataset_numbers(self) -> Iterator[tuple[str, Any]]:
-        """Yield the numbers among the attributes of the data set. Those of worker processes are not seen."""
+        """Yield the numeric attributes of the data set in this process; workers have copies."""
         source = self._prepared.source
         if isinstance(source, SharedLoader):
             dataset = source.loader.dataset
@@ -95,19 +98,19 @@ class FirstStep:
                     yield name, value
 
     def _is_same(self, name: str, buffer: Tensor) -> bool:
-        before = self._buffers.get(name)
-        return before is not None and before.shape == buffer.shape and torch.equal(before, buffer)
+        initial = self._buffers.get(name)
+        return initial is not None and initial.shape == buffer.shape and torch.equal(initial, buffer)
 
 
 def _buffers(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers whose values synchronised BatchNorm does not keep alike."""
+    """Yield the buffers other than BatchNorm's running statistics."""
     for model in prepared.models.values():
         norms = sync_batchnorm.statistics(model)
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in norms)
 
 
 def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield a fingerprint of each value of a module that its `state_dict` does not hold, by dotted name."""
+    """Yield (dotted name, fingerprint) of each module attribute outside of its `state_dict`."""
     for model in models.values():
         saved = {tensor.data_ptr() for tensor in model.state_dict().values() if isinstance(tensor, Tensor)}
         saved.discard(0)
@@ -122,21 +125,21 @@ def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _fingerprint(value: Any, saved: set[int]) -> Any:
-    """Return what tells the value from a changed one; None for what is saved, or is no plain data."""
+    """Return a fingerprint that changes with the value; None for saved tensors and for other objects."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
         if value.requires_grad or value.layout is not torch.strided or value.is_meta or value.data_ptr() in saved:
-            return None  # a parameter, an activation that is kept to be looked at, or a buffer
+            return None  # a parameter, an activation kept for inspection, or a buffer
         return int(digest([value.detach()]))
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, list | tuple | deque | set) and len(value) <= _ITEMS:
+    if isinstance(value, list | tuple | deque | set) and len(value) <= _MOST_ITEMS:
         return [_fingerprint(item, saved) for item in value]
     return None
 
 
-def _text(buffer: Tensor) -> str:
+def _sum_text(buffer: Tensor) -> str:
     return str(buffer.double().sum().item() if not buffer.is_complex() else buffer.sum().item())

@@ -1,23 +1,23 @@
-"""Hooks of a session: how a measurement follows a job from within."""
+"""Hooks of a session, by which a measurement follows a run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .session import Session  # which imports torch
+    from .session import Session  # imports torch
 
 
 class Hooks:
-    """Calls that a session makes on every rank; here they do nothing. Subclasses override what they need."""
+    """Hooks that a session calls on every rank. The base class does nothing; subclasses override methods."""
 
     saves = True
     """Whether checkpoints are saved."""
     is_endless = False
-    """Whether the loop goes on past its last epoch."""
+    """Whether the loop continues past its last epoch."""
 
     draws = ""
-    """Whose random numbers are drawn until `Session.draw_by_rank`: "rank", "global", or, of "", as the run's option."""
+    """Value of the option `draws` until `Session.draw_by_rank`; "" keeps the run's option."""
 
     def prepared(self, part: Any) -> None:
         """Called with each object that `session.prepare` returns."""
@@ -26,7 +26,7 @@ class Hooks:
         """Called at the end of each optimizer step."""
 
     def resumed(self) -> None:
-        """Called where training begins, and after an evaluation or an epoch, whose time is no step's."""
+        """Called when training begins, and when it continues after an evaluation or an epoch."""
 
 
 NO_HOOKS = Hooks()

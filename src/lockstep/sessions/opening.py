@@ -41,61 +41,62 @@ def session(
 ) -> Session:
     """Return this rank's session (*collective*). A process without a launcher is the only rank.
 
-    Call it once, before the model is made: the weights follow from the seed. Flags of `lockstep run` beat the options.
-    While the session of a process without a launcher is open, an uncaught error goes through a `sys.excepthook` of
-    lockstep's, which ends the ranks together and calls the hook before it; closing the session restores that one.
+    Call it once, before you make the model: the seed determines the weights. Flags of `lockstep run` override the
+    options. While the session of a process without a launcher is open, lockstep's `sys.excepthook` handles uncaught
+    errors: it ends the ranks together and calls the previous hook. Closing the session restores that hook.
 
-    - `output`: the run's folder. By default nothing is written, or under `lockstep run`, to runs/NAME.
+    - `output`: the run's folder. Default: none, or runs/NAME under `lockstep run`.
     - `resume`: "auto" (the last checkpoint in `output`, if any), or the path of a checkpoint or a run.
-    - `checkpoint_every`: optimizer steps between checkpoints; by default an epoch.
-    - `log_every`: optimizer steps between log lines (fewer where steps are slow).
-    - `verify_every`: optimizer steps between comparisons of all ranks' weights, besides the one before each checkpoint;
-      0 for none at all, by default as often as costs under 0.5 % of the time.
+    - `checkpoint_every`: optimizer steps between checkpoints. Default: an epoch.
+    - `log_every`: optimizer steps between log lines (fewer for slow steps).
+    - `verify_every`: optimizer steps between comparisons of all ranks' weights; every checkpoint also follows one. 0
+      disables all. Default: as often as costs under 0.5 % of the time.
     - `ledger`: count each sample in every epoch and evaluation; stop unless it came exactly once.
-    - `seed`: of the weights, of the order of the samples and of their augmentation.
+    - `seed`: seed of the weights, the order of the samples and their augmentation.
     - `max_steps`: optimizer steps after which the run ends.
-    - `accumulate`: micro-batches that each global batch is cut into.
+    - `accumulate`: micro-batches per global batch.
     - `micro_batch`: in place of `accumulate`, the most samples that a rank computes at once.
-    - `draws`: "rank" (each rank draws its own dropout and noise), or "global" (as one device would).
-    - `batchnorm`: statistics of the global micro-batch ("sync", which "auto" takes), or of each rank's share ("local").
-    - `precision`: "auto" takes bf16 where the hardware has it; then the model depends on the hardware.
-    - `deterministic`: use only algorithms that give the same bits each time.
+    - `draws`: "rank" (dropout and noise differ between ranks), or "global" (as on one device).
+    - `batchnorm`: statistics of the global micro-batch ("sync", the choice of "auto"), or of each rank's share
+      ("local").
+    - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
+    - `deterministic`: use only algorithms with reproducible bits.
     - `timeout`: seconds to wait for all ranks at the start.
-    - `stall_timeout`: seconds without progress on any rank after which all end.
-    - `collectives`: how ranks exchange CPU tensors; "auto" takes shared memory among ranks of one host.
+    - `stall_timeout`: seconds without progress on any rank until all ranks end.
+    - `collectives`: transport of CPU tensors between ranks; "auto" uses shared memory among ranks of one host.
 
-    Raises `RequestError` for options that cannot be honoured, and where it is called twice.
+    Raises `RequestError` for options that cannot be honoured, and for a second call.
     """
     options = dict(locals())
     for name in options.pop("unknown_options"):
         raise unknown("option of lockstep.session", name, [*options], f"It takes {', '.join(options)}.")
-    named = {name.replace("_", "-"): value for name, value in options.items()}
-    # A model keeps the order of memory that its user gave it.
+    flags = {name.replace("_", "-"): value for name, value in options.items()}
+    # A model keeps the user's memory format.
     base = apply(RunConfig(), {"channels-last": "off"}, source="a session")
     try:
-        config = apply(base, named, source="lockstep.session")
-    except RequestError as error:  # which names flags
+        config = apply(base, flags, source="lockstep.session")
+    except RequestError as error:  # its text names flags
         raise RequestError(
-            re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_") if flag[1] in named else flag[0], str(error))
+            re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_") if flag[1] in flags else flag[0], str(error))
         ) from error
-    again, started = "", script.take()
+    resume_hint, started = "", script.take()
     is_own, has_folder = started is None, started is not None or config.record.output is not None
     if started is not None:
-        decided = started.given | {"launcher", "strategy", "accelerator", "model", "data"}
-        flags = {key: value for key, value in flatten(started.config).items() if key in decided}
-        config = apply(config, flags, source="the flags")
+        decided = started.flags | {"launcher", "strategy", "accelerator", "model", "data"}
+        overrides = {key: value for key, value in flatten(started.config).items() if key in decided}
+        config = apply(config, overrides, source="the flags")
     else:
         started = script.own_process(config)
         config = dataclasses.replace(config, parallel=started.config.parallel)  # the launcher, and the number of ranks
-        how = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
-        again = f"continue with the same command{how}"
+        option = "" if config.checkpoint.resume == "auto" else ' and lockstep.session(output=…, resume="auto")'
+        resume_hint = f"continue with the same command{option}"
     world = started.world
     run: contextlib.AbstractContextManager[OpenRun] = contextlib.nullcontext(
         OpenRun(config, Notices() if world.is_main else Nothing(), None)
     )
     if has_folder:
         recorded = {"model", "data", *left_to_command()}
-        run = open_run(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=again)
-    made = Session(config, world, run, hooks=started.hooks)
-    started.closing.append(made._close_with_process if is_own else made.close)
-    return made
+        run = open_run(config, world, keys=("seed",), console=Notices(), only=recorded, resume_hint=resume_hint)
+    opened_session = Session(config, world, run, hooks=started.hooks)
+    started.closing.append(opened_session._close_with_process if is_own else opened_session.close)
+    return opened_session

@@ -25,19 +25,19 @@ from ..world.world import World
 
 
 def modules_so_far() -> weakref.WeakValueDictionary[int, nn.Module]:
-    """Return the modules that exist, by id. Some 0.1 s for a million objects."""
+    """Return the existing modules by id. Takes about 0.1 s per million objects."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
     return weakref.WeakValueDictionary({id(item): item for item in objects if type(item) in kinds} if kinds else {})
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise `RequestError` for a model that another wrapper makes distributed."""
+    """Raise `RequestError` for a model that is distributed already."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise RequestError(
                 f"session.prepare was given a model in {type(module).__name__}, and would exchange its gradients a "
-                "second time: give it the model itself."
+                "second time: give it the unwrapped model."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
@@ -53,9 +53,9 @@ def check_plain(model: nn.Module) -> None:
 
 
 def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
-    """Place the model on this rank's device (*collective*). Weights are rank 0's; it computes in `precision`.
+    """Place the model on this rank's device with rank 0's weights (*collective*).
 
-    So do its methods other than `forward`.
+    `forward` and the class's other public methods compute in `precision`.
     """
     model = model.to(world.device)
     if precision.cast is not None:
@@ -63,34 +63,34 @@ def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
     with torch.no_grad():
         world.broadcast([*model.parameters(), *model.buffers()])
 
-    def computed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def compute(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with precision.autocast():
-            found = method(*args, **kwargs)
-        return found if torch.is_autocast_enabled(world.device.type) else _as_float32(found)
+            output = method(*args, **kwargs)
+        return output if torch.is_autocast_enabled(world.device.type) else _as_float32(output)
 
     if precision.name in ("bf16", "fp16"):
-        for owner in {id(each): each for each in (model, _torch.inner(model))}.values():
+        for owner in {id(module): module for module in (model, _torch.inner(model))}.values():
             for name in ("forward", *_methods(type(owner))):
-                attach(owner, name, computed, copies=True)
+                attach(owner, name, compute, copies=True)
     return model
 
 
 def _methods(kind: type) -> list[str]:
-    """Return a model's own public methods: those that its class and its bases define below nn.Module."""
-    found: dict[str, None] = {}
+    """Return the public methods that a class and its bases below nn.Module define, without `forward`."""
+    names: dict[str, None] = {}
     for base in kind.__mro__:
         if base is nn.Module or base.__module__.startswith("torch."):
             continue
         for name, value in vars(base).items():
             if not name.startswith("_") and inspect.isfunction(value) and not hasattr(nn.Module, name):
-                found[name] = None
-    return [name for name in found if name != "forward"]
+                names[name] = None
+    return [name for name in names if name != "forward"]
 
 
-class Watched:
-    """Forward hook by which a session knows its batches again. That of a copy or pickle of the model is idle.
+class ForwardHook:
+    """Forward hook that passes a model's inputs or outputs to the session. Copies and pickles of it do nothing.
 
-    It is called before the model's forward with its arguments, or after it with these and its output.
+    As a pre-hook it receives the arguments of the model's forward; as a hook also the output.
     """
 
     def __init__(self, see: Callable[[Any], None] | None = None) -> None:
@@ -101,34 +101,34 @@ class Watched:
             self._see(output or (args, kwargs))
 
     def __reduce__(self) -> Any:
-        return Watched, ()
+        return ForwardHook, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
-        return Watched()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
+        return ForwardHook()
 
 
-def step_by(optimizer: Optimizer, by: Callable[[Optimizer, Callable[[], Any], Any], Any]) -> None:
-    """Have `optimizer.step(closure)` call `by(optimizer, original step, closure)`."""
-    own = optimizer.step
-    before = own if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
+def replace_step(optimizer: Optimizer, wrapper: Callable[[Optimizer, Callable[[], Any], Any], Any]) -> None:
+    """Make `optimizer.step(closure)` call `wrapper(optimizer, original step, closure)`."""
+    method = optimizer.step
+    original = method if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
 
     def step(optimizer: Optimizer, closure: Any = None) -> Any:
-        return by(optimizer, before, closure)
+        return wrapper(optimizer, original, closure)
 
-    # A bound method of the object: schedules rebind the `step` that they find, and look for their own mark.
-    optimizer.step = types.MethodType(functools.update_wrapper(step, own), optimizer)  # type: ignore[method-assign]
+    # A bound method of the object: schedules rebind the optimizer's `step` and mark it.
+    optimizer.step = types.MethodType(functools.update_wrapper(step, method), optimizer)  # type: ignore[method-assign]
     if type(optimizer).zero_grad is Optimizer.zero_grad:
         optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that this one steps, itself last: SAM, Lookahead and others keep one as an attribute."""
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer]
-    return [*(found for each in inner for found in with_inner(each)), optimizer]
+    """Return the optimizers in this one's attributes, as of SAM and Lookahead, then itself."""
+    inner = [item for item in vars(optimizer).values() if isinstance(item, Optimizer) and item is not optimizer]
+    return [*(nested for item in inner for nested in with_inner(item)), optimizer]
 
 
 class Loader:
-    """Prepared DataLoader over this rank's shares. Other attributes are those of the user's DataLoader."""
+    """Prepared DataLoader over this rank's shares. Has the attributes of the user's DataLoader."""
 
     def __init__(self, shared: Source, batches: Callable[[Source], Iterator[Any]]) -> None:
         self.loader: DataLoader[Any] | None = getattr(shared, "loader", None)
@@ -145,23 +145,23 @@ class Loader:
         return steps
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "shared"):  # of a copy that is not whole yet
+        if name in ("loader", "shared"):  # of an incomplete copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 def raw(loader: Any) -> Any:
-    """Return the user's DataLoader of a prepared one, or the given one."""
+    """Return the user's DataLoader of a prepared loader, or `loader` itself."""
     return loader.loader if isinstance(loader, Loader) else loader
 
 
 def _as_float32(value: Any) -> Any:
-    """Return a model's output with half-precision tensors in float32. Covers any depth of lists and dicts."""
+    """Return a model's output with half-precision tensors in float32, at any depth of lists and dicts."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):
-        for key in value:  # in place: a model's own type of output, such as a dataclass that is a dict, stays
+        for key in value:  # in place, which keeps the output's type, such as a dataclass that is a dict
             value[key] = _as_float32(value[key])
     elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_as_float32(each) for each in value)
+        return type(value)(_as_float32(item) for item in value)
     return value

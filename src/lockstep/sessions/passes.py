@@ -1,4 +1,4 @@
-"""Passes of a loop over its loaders: this rank's shares, handed out one by one, for training and for evaluation."""
+"""Passes of a loop over its loaders: this rank's shares for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .randomness import Draws
 from .shares import Handed, Shares, samples_in
 from .stepper import Stepper
 
-_EVALUATED = 4  # loaders that are kept ready for further evaluations: a loop may make its loader anew each time
+_MOST_EVALUATED = 4  # loaders kept for further evaluations: a loop may make a new loader each time
 
 
 class Passes:
@@ -36,13 +36,13 @@ class Passes:
         self.shares = Shares()
         self.loaders: list[SharedLoader] = []
         self.number = 0
-        """Passes over any loader that have begun."""
+        """Number of passes over any loader so far."""
         self.evaluated_share: Micro | None = None
-        """The share under way of an evaluation."""
+        """Current share of an evaluation."""
         self._loop, self._prepared, self._world = loop, loop.prepared, loop.prepared.world
         self._stepper, self._draws = stepper, draws
         self._places: dict[int, int] = {}  # by source: its passes over this epoch, less one
-        self._kept: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
+        self._evaluation_loaders: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
         self._evaluations = 0
         self._thread = threading.get_ident()
         self._refusal: RequestError | None = None  # raised in another thread, which may have swallowed it
@@ -51,7 +51,7 @@ class Passes:
 
     @property
     def samples(self) -> int:
-        """Number of samples in the share under way; 0 for an empty one, and outside of a loader's loop."""
+        """Number of samples in the current share; 0 for an empty one, and outside of a loader's loop."""
         if self.evaluated_share is not None:
             return self.evaluated_share.size
         current = self.shares.current
@@ -59,31 +59,31 @@ class Passes:
 
     @property
     def is_within(self) -> bool:
-        """Whether a share is under way, of training or of an evaluation."""
+        """Whether the loop is at a share, of training or of an evaluation."""
         return self.evaluated_share is not None or self.shares.current is not None
 
     def shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
         """Return the loader's shares (*collective*)."""
         config = self._loop.config
-        kept = accumulation(self._loop.state, config)
+        saved = accumulation(self._loop.state, config)
         return SharedLoader(
             *(loader, self._world),
             seed=config.seed,
-            accumulate=kept or config.batch.accumulate,
-            micro_batch=None if kept else config.batch.micro_batch,
+            accumulate=saved or config.batch.accumulate,
+            micro_batch=None if saved else config.batch.micro_batch,
             dtype=self._prepared.precision.cast,
             evaluates=evaluates,
         )
 
     def over(self, source: Source) -> Generator[Any, None, None]:
-        """Yield this rank's shares of an epoch. Steps are counted by the batches of the first source."""
+        """Yield this rank's shares of an epoch. The batches of the first source count steps."""
         self._check_thread()
         loop, progress, stepper = self._loop, self._world.progress, self._stepper
         counts = source is self._prepared.source and not loop.is_finished
         stepper.settle()
         place = self._places[id(source)] = self._places.get(id(source), -1) + 1
         number, self.number = self.number, self.number + 1
-        # Others begin where the first one does only where a resumed run takes them up together, as in a zip.
+        # Other loaders begin where the first does only if a resumed run continues them together, as in a zip.
         first = loop.begin_pass(place) if counts and loop.has_begun else 0 if place else loop.resumed_at
         if first is None:  # a resumed run has trained on this pass
             return
@@ -106,7 +106,7 @@ class Passes:
                 begun_s = time.perf_counter()
                 micro = next(micros, None)
                 loop.meter.pending.wait_s += time.perf_counter() - begun_s
-                progress.enter("")  # what follows is the caller's own code
+                progress.enter("")  # the caller's code follows
                 if micro is None:
                     break
                 samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
@@ -139,7 +139,7 @@ class Passes:
                 self._open_pass = None
             self.shares.end_pass(number)
             micros.close()  # with workers that read ahead
-            if not loop.has_begun:  # a look at the data, whose values are of no step
+            if not loop.has_begun:  # a look at the data: its values belong to no step
                 loop.meter.pending.values.clear()
 
     def begin_epoch(self) -> None:
@@ -189,23 +189,23 @@ class Passes:
             )
 
     def see(self, values: Any) -> None:
-        """Note what a model's forward is called with: a batch that the loop comes to."""
+        """Note the inputs of a model's forward, which show the batch that the loop trains."""
         if self.evaluated_share is None:
-            before = self.shares.current
+            current = self.shares.current
             self.shares.see(values)
-            if self.shares.current is not before:
+            if self.shares.current is not current:
                 self.come_to()
             stepper = self._stepper
             if stepper.has_stepped and self.shares.current is not stepper.share and torch.is_grad_enabled():
-                stepper.settle()  # before a forward pass of the next batch changes what a checkpoint holds
+                stepper.settle()  # before a forward pass of the next batch changes the state to save
 
     def mark(self, output: Any) -> None:
-        """Note a model's output: a loss of it belongs to the share under way."""
+        """Note a model's output, whose losses belong to the current share."""
         if self.evaluated_share is None and torch.is_grad_enabled():
             self.shares.mark(output)
 
     def come_to(self) -> None:
-        """Go on with the share under way."""
+        """Continue with the current share."""
         self._stand_in()
         self._draws.come_to(self.shares.current)
 
@@ -221,13 +221,13 @@ class Passes:
         self._stepper.settle()
         self._draws.end()
         exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
-        if loader not in self._kept:
-            while len(self._kept) >= _EVALUATED:
-                self._kept.pop(next(iter(self._kept))).close()
-            self._kept[loader] = self.shared(loader, evaluates=True)
-        shared, evaluated = self._kept[loader], 0
+        if loader not in self._evaluation_loaders:
+            while len(self._evaluation_loaders) >= _MOST_EVALUATED:
+                self._evaluation_loaders.pop(next(iter(self._evaluation_loaders))).close()
+            self._evaluation_loaders[loader] = self.shared(loader, evaluates=True)
+        shared, evaluated = self._evaluation_loaders[loader], 0
         self._warn_of_evaluation(shared)
-        before = self.evaluated_share
+        outer_share = self.evaluated_share
         check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
         counts = None if check is None else SampleCounts(shared.index_bound)
         if loop.has_begun:
@@ -248,13 +248,13 @@ class Passes:
                         counts.add(micro.indices)
                     yield micro.batch
             finally:
-                self.evaluated_share = before
+                self.evaluated_share = outer_share
         exchange.meet(Header(base.END_EVALUATION, self._evaluations))
         self._evaluations += 1
         self.compare()
-        found = int(world.sum(torch.tensor(evaluated, device=world.device)))
-        if shared.samples not in (None, found) and not world.is_imagined:
-            raise ProofError(f"An evaluation took {found:,} samples, and the data set has {shared.samples:,}.")
+        total = int(world.sum(torch.tensor(evaluated, device=world.device)))
+        if shared.samples not in (None, total) and not world.is_imagined:
+            raise ProofError(f"An evaluation took {total:,} samples, and the data set has {shared.samples:,}.")
         if check is not None and counts is not None:
             check.end_evaluation(counts, shared.samples or 0, loop.position.step)
         if loop.has_begun:
@@ -279,11 +279,11 @@ class Passes:
 
     def compare(self) -> None:
         """Compare the ranks' samples of each loader (*collective*)."""
-        for loader in (*self.loaders, *self._kept.values()):
+        for loader in (*self.loaders, *self._evaluation_loaders.values()):
             if not loader.is_compared and (doubt := loader.compare()):
                 self._loop.warn(doubt)
 
     def close(self) -> None:
         """End all workers."""
-        for loader in (*self.loaders, *self._kept.values()):
+        for loader in (*self.loaders, *self._evaluation_loaders.values()):
             loader.close()

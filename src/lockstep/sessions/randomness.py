@@ -1,4 +1,4 @@
-"""Random draws of a loop and its models: those of one device, or each rank's own, of which the first step tells."""
+"""Random draws of a loop and its models: as on one device, or per rank with a warning."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from ..training.draws import GlobalDraws
 from ..world.world import World
 from .shares import Handed
 
-_CHECKED = 3  # first steps after which the ranks' generators are compared
-_CHECKED_EVERY = 50  # steps, from then on
+_CHECKED_STEPS = 3  # first steps after which the ranks' generators are compared
+_CHECKED_EVERY = 50  # steps between later comparisons
 
 
 class Draws:
-    """The draws of the code between two shares. Every rank makes the same calls."""
+    """Draws of the code between two shares. Every rank makes the same calls."""
 
-    def __init__(self, world: World, seed: int, whose: str) -> None:
-        """Draw as the option `draws`, "rank" or "global", says."""
-        self._global = GlobalDraws(world, seed) if whose == "global" else None
-        self._watch = DrawWatch(world) if world.size > 1 and whose == "rank" else None
+    def __init__(self, world: World, seed: int, scope: str) -> None:
+        """Set up the draws. `scope` is the option `draws`: "rank" or "global"."""
+        self._global = GlobalDraws(world, seed) if scope == "global" else None
+        self._watch = DrawWatch(world) if world.size > 1 and scope == "rank" else None
 
     def draw_by_rank(self) -> None:
-        """Go on with each rank's own draws, which are not watched."""
+        """Continue with unwatched draws per rank."""
         self.end()
         self._global = None
 
     @property
     def first(self) -> str:
-        """The place of the first draw since draws are those of one device; "" for none."""
+        """Place of the first global draw, or ""."""
         return "" if self._global is None else self._global.first
 
     def begin(self, handed: Handed, *, watches: bool) -> None:
-        """Begin the draws of a share; those of each rank are watched if `watches`, once."""
+        """Begin the draws of a share. With `watches`, watch draws per rank, once in a run."""
         share = handed.share
         if self._global is not None:
             number = ((handed.epoch << 16 | handed.place) << 40) + (share.step << 8) + share.micro
@@ -41,18 +41,18 @@ class Draws:
             self._watch.begin()
 
     def come_to(self, handed: Handed | None) -> None:
-        """Go on with the draws of this share."""
+        """Continue the draws of this share."""
         if self._global is not None and self._global.is_active and handed is not None:
             self._global.resume_share(handed.share.row, handed.share.size, handed.share.rows)
 
     def end(self) -> None:
-        """End the draws of a share: those of data and evaluations follow from (seed, epoch, sample)."""
+        """End the draws of a share; draws of data and evaluations depend on (seed, epoch, sample)."""
         if self._global is not None:
             self._global.end()
 
     def end_step(self, step: int) -> str:
-        """Compare the ranks' generators; return what the first step has to tell, or "" (*collective*)."""
-        if self._global is not None and (step <= _CHECKED or step % _CHECKED_EVERY == 0):
+        """Compare the ranks' generators; return the first step's warning, or "" (*collective*)."""
+        if self._global is not None and (step <= _CHECKED_STEPS or step % _CHECKED_EVERY == 0):
             self._global.check()
         watch, self._watch = self._watch, None
         return watch.end() if watch is not None and watch.is_watching else ""

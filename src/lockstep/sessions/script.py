@@ -3,8 +3,8 @@
 Under `lockstep run [flags] train.py`, `Script` is a launcher's entry, and `take` returns the started world. Under
 `torchrun … train.py` or `python train.py`, without a launcher of ours, `own_process` joins the other ranks, reports
 errors at the top of the script by `sys.excepthook`, and leaves the world when the session is closed, or else when the
-process ends. The rank of the root cause reports a script's error, with the script's frames alone. Python does not say
-with which code a process exits: ranks that do not end their scripts together are refused as any that make other calls.
+process ends. The rank of the root cause reports a script's error, with the script's frames alone. Python does not
+reveal a process's exit code: ranks that do not end their scripts together raise the error of mismatched calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..printable import told, visible
 from .hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
-    from ..world.world import World  # which imports torch; the command that starts a script does not
+    from ..world.world import World  # imports torch; the command that starts a script does not
 T = TypeVar("T")
 
 
@@ -41,20 +41,20 @@ class ScriptError(RunError):
 
 @dataclass(frozen=True)
 class Started:
-    """Context that `lockstep.session()` finds: config, world, flags, closing callbacks."""
+    """Context of `lockstep.session()`: config, world, flags, closing callbacks."""
 
     config: RunConfig
     world: World
-    given: frozenset[str] = frozenset()
-    """The names, without dashes, of the flags that `lockstep run` was given."""
+    flags: frozenset[str] = frozenset()
+    """Names, without dashes, of the flags of this `lockstep run`."""
     hooks: Hooks = NO_HOOKS
     closing: list[Callable[[BaseException | None], None]] = field(default_factory=list)
     """Callbacks after the script's end, before leaving the world: last one first, with the script's error or None."""
 
     def end(self, error: BaseException | None) -> tuple[BaseException | None, BaseException | None]:
-        """Close the script's resources; return its error, and the error to raise.
+        """Close the script's resources; return (the script's error, the error to raise).
 
-        A lone rank's SystemExit is left to Python.
+        Python handles the SystemExit of a single rank.
         """
         if isinstance(error, SystemExit) and not _status(error):
             error = None
@@ -65,36 +65,36 @@ class Started:
                 error = late if error is None else error
         if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
             return error, error
-        return error, _raised(error, self.world.rank)
+        return error, _error_to_raise(error, self.world.rank)
 
 
 _started: Started | None = None
-_taken = False
-_own: _OwnProcess | None = None
+_has_session = False
+_process: _ScriptProcess | None = None
 
 
 def take() -> Started | None:
-    """Return the context that `lockstep run` started. None without `lockstep run`; call `own_process` then."""
-    global _taken
-    if _taken:
+    """Return the context of `lockstep run`, or None without it; then call `own_process`."""
+    global _has_session
+    if _has_session:
         raise RequestError("lockstep.session() was called twice: a process has one session; keep it and pass it on.")
-    _taken = True
+    _has_session = True
     return _started
 
 
 def own_process(config: RunConfig) -> Started:
     """Join the world as a rank until this process ends (*collective*). Call after `take`."""
-    global _own
-    _own = _OwnProcess()
-    return _own.join(config)
+    global _process
+    _process = _ScriptProcess()
+    return _process.join(config)
 
 
-def closed() -> None:
-    """Leave the world that `own_process` has joined, once its session is closed."""
-    global _own
-    if _own is not None:
-        own, _own = _own, None
-        own.leave()
+def leave() -> None:
+    """Leave the world that `own_process` has joined, after its session is closed."""
+    global _process
+    if _process is not None:
+        process, _process = _process, None
+        process.leave()
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ class Script:
     """Launcher entry: each rank runs the script as `python SCRIPT ARGUMENTS`."""
 
     name: str
-    """The script's path or, with -m, its module's name."""
+    """Path of the script or, with -m, name of its module."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
-    given: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()
 
     def __call__(self, config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> int:
         """Run the script; return its exit code, 0 with several ranks. `hooks` follow its session."""
         try:
-            _ranked(self.name, self._run, Started(config, world, self.given, hooks))
+            _run_as_rank(self.name, self._run, Started(config, world, self.flags, hooks))
         except SystemExit as end:
             if not isinstance(end.code, int):
                 print(end.code, file=sys.stderr)
@@ -131,10 +131,10 @@ class _Function:
     """Launcher entry: each rank calls the user's function. The function calls `lockstep.session()`."""
 
     function: Callable[[], Any]
-    given: frozenset[str]
+    flags: frozenset[str]
 
     def __call__(self, config: RunConfig, world: World) -> Any:
-        return _ranked(self.function.__qualname__, self.function, Started(config, world, self.given))
+        return _run_as_rank(self.function.__qualname__, self.function, Started(config, world, self.flags))
 
 
 @overload
@@ -152,13 +152,13 @@ def launch(
 def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options: Any) -> Any:
     """Run a function on every rank; return rank 0's result. Processes of other ranks return None.
 
-    With a `config`, `entry(config, world)` is called. Without one, `entry()` is called and calls `lockstep.session()`,
-    on `devices` ranks of this machine (by default one for each GPU, or one on a CPU), on chosen `gpus` such as "0,1",
-    started again `max_restarts` times after a loss. Further `options` are the other flags of `lockstep run` by their
-    names, those of `lockstep.session` among them. A function that processes cannot import by name, such as one of a
-    notebook, is sent to them by cloudpickle, with the globals that it uses. Raises `RequestError` for options that
-    cannot be honoured, and a `LockstepError` for a failure in any rank, whose `exit_code` is that of the command; a
-    note has the trace of the rank that failed first.
+    With a `config`, each rank calls `entry(config, world)`. Without one, it calls `entry()`, which calls
+    `lockstep.session()`, on `devices` ranks of this machine (default: one per GPU, or one on a CPU), on chosen `gpus`
+    such as "0,1", with `max_restarts` restarts after a loss. Further `options` are the other flags of `lockstep run`,
+    including those of `lockstep.session`. cloudpickle sends a function without an importable name, such as one of a
+    notebook, to the processes with the globals that it uses. Raises `RequestError` for options that cannot be honoured,
+    and a `LockstepError` for a failure in any rank; its `exit_code` is that of the command, and a note has the
+    traceback of the rank that failed first.
     """
     if not callable(entry):
         raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
@@ -167,38 +167,38 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
         if config is not None:
             return start.launch(entry, config)
         for option in options:
-            if option.replace("_", "-") not in (known := left_to_command()):
-                raise unknown("option of lockstep.launch", option, known, "lockstep run --help lists all.")
-        wanted = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
-        return start.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), wanted)
+            if option.replace("_", "-") not in (names := left_to_command()):
+                raise unknown("option of lockstep.launch", option, names, "lockstep run --help lists all.")
+        config = override(RunConfig(model=ModelConfig(name=name), data=DataConfig(name="")), **options)
+        return start.launch(_Function(entry, frozenset(key.replace("_", "-") for key in options)), config)
     except RunError as error:
         if error.trace:
             error.add_note(visible(error.trace))
         raise
 
 
-def _ranked(name: str, run: Callable[[], Any], started: Started) -> Any:
-    """Run the script as a rank; return its result. Raises the error to report, and SystemExit of a lone rank."""
-    global _started, _taken
-    before, (_started, _taken) = (_started, _taken), (started, False)
+def _run_as_rank(name: str, run: Callable[[], Any], started: Started) -> Any:
+    """Run the script as a rank; return its result. Raises the error to report, and a single rank's SystemExit."""
+    global _started, _has_session
+    outer, (_started, _has_session) = (_started, _has_session), (started, False)
     started.world.progress.enter(SETUP)  # until the script's loop has begun
     error: BaseException | None = None
-    found = None
+    result = None
     try:
-        found = run()
-        if not _taken:
+        result = run()
+        if not _has_session:
             size = started.world.size
-            how = f"each of {size} processes ran it for itself" if size > 1 else "python would do as well"
+            effect = f"each of {size} processes ran it separately" if size > 1 else "python would do as well"
             raise RequestError(
-                f"{name} never calls lockstep.session(), so that {how}; call it before the model is made, or start "
+                f"{name} never calls lockstep.session(), so that {effect}; call it before the model is made, or start "
                 "the script with python."
             )
     except BaseException as raised:
         error = raised
     error, raises = started.end(error)
-    _started, _taken = before
+    _started, _has_session = outer
     if raises is None:
-        return found
+        return result
     if error is not None and raises is not error:
         traceback.clear_frames(error.__traceback__)  # frees data workers, which then end in order
     raise raises
@@ -208,8 +208,8 @@ def _status(end: SystemExit) -> int:
     return (end.code or 0) & 0xFF if isinstance(end.code, int | None) else 1
 
 
-def _raised(error: BaseException, rank: int) -> BaseException:
-    """Return the error to raise for a script's error. It has the script's frames; other errors stay as they are."""
+def _error_to_raise(error: BaseException, rank: int) -> BaseException:
+    """Return the error to raise for a script's error, with the script's frames; other errors stay unchanged."""
     raises: BaseException
     if isinstance(error, UnmatchedError):
         raises = RunError(failures.describe(error, rank).sentence)
@@ -223,15 +223,15 @@ def _raised(error: BaseException, rank: int) -> BaseException:
             return error
         has_frames = trace is not None and not isinstance(error, SystemExit)
         raises = ScriptError(failure.sentence, trace=failure.trace) if has_frames else RunError(failure.sentence)
-    raises.__cause__ = error  # whose trace goes to the run's folder
+    raises.__cause__ = error  # its traceback goes to the run's folder
     return raises
 
 
-class _OwnProcess:
-    """Process started with the script: joining, error reports and exit."""
+class _ScriptProcess:
+    """Process that runs the script without a launcher of ours: joining, error reports and exit."""
 
     def __init__(self) -> None:
-        self._kept = ExitStack()
+        self._resources = ExitStack()
         self._started: Started | None = None
         self._code = 0
         self._seen = getattr(sys, "last_value", None)
@@ -244,9 +244,9 @@ class _OwnProcess:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RequestError(
                 "A process that the script has started, such as a data worker, imports the script and would run it "
-                'anew; put what the script does under `if __name__ == "__main__":`.'
+                'anew; put the script\'s code under `if __name__ == "__main__":`.'
             )
-        self._started = Started(*self._kept.enter_context(start.joined(config)))
+        self._started = Started(*self._resources.enter_context(start.joined(config)))
         self._started.world.progress.enter(SETUP)  # until the script's loop has begun
         atexit.register(self._end)
         return self._started
@@ -254,7 +254,7 @@ class _OwnProcess:
     def leave(self) -> None:
         """Leave the world before the process ends. Python reports later errors."""
         self._restore()
-        self._kept.close()
+        self._resources.close()
 
     def _restore(self) -> None:
         atexit.unregister(self._end)
@@ -264,8 +264,8 @@ class _OwnProcess:
     def _fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report an uncaught error, as `sys.excepthook`."""
         self._code = self._leave(error)
-        if not isinstance(error, KeyboardInterrupt):  # by whose signal Python ends the process
-            atexit.register(self._exit)  # once the hooks that called this one have returned
+        if not isinstance(error, KeyboardInterrupt):  # Python ends the process by its signal
+            atexit.register(self._exit)  # after the hooks that called this one have returned
 
     def _exit(self) -> None:
         atexit.unregister(self._exit)
@@ -273,24 +273,24 @@ class _OwnProcess:
 
     def _end(self) -> None:
         """Leave the world at process exit. Python's exit code stays, unless leaving fails."""
-        # Where another excepthook has taken the place of ours, Python keeps the error that was told there.
+        # If another excepthook has replaced ours, Python keeps the error that it reported.
         error = getattr(sys, "last_value", None)
         if code := self._leave(None if error is self._seen else error):
             bounded.leave(code)
 
     def _leave(self, error: BaseException | None) -> int:
         """Close, leave the world, report the error; return the exit code."""
-        global _own
-        _own = None
+        global _process
+        _process = None
         self._restore()
         size, raises = 1, error
         if self._started is not None:
             size = self._started.world.size
             error, raises = self._started.end(error)
         elif error is not None:
-            raises = _raised(error, 0)
+            raises = _error_to_raise(error, 0)
         try:
-            self._kept.__exit__(None if raises is None else type(raises), raises, None)
+            self._resources.__exit__(None if raises is None else type(raises), raises, None)
         except BaseException as last:
             raises = last
         if raises is None:

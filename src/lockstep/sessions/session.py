@@ -7,9 +7,9 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The loader's batch size is the global batch. The loader yields this rank's share of one global micro-batch; the
-gradients of all shares are weighted to add up to those of the mean over the global batch, and summed over the
-ranks while the last micro-batch's backward pass runs. Methods marked *collective* are called by every rank.
+The loader's batch size is the global batch. The loader yields this rank's share of one global micro-batch. The session
+weights the gradients of all shares so that they add up to those of the mean over the global batch, and sums them over
+the ranks while the last micro-batch's backward pass runs. Every rank calls the methods marked *collective*.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from .passes import Passes
 from .randomness import Draws
 from .stepper import Stepper
 
-_TAKEN = (
+_RESERVED = (
     *("event", "time", "step", "epoch", "loss", "lr", "samples", "grad_norm", "top1"),
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
-"""Names that records have of their own."""
+"""Names of the fields that records already have."""
 
 
 class Session:
@@ -69,32 +69,34 @@ class Session:
         prepared: Prepared | None = None,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """Start the session (*collective*); `run` is held until `close`.
+        """Start the session (*collective*); keep `run` open until `close`.
 
-        `prepared` is a job's, whose gradients a strategy exchanges. `hooks` follow the run.
+        `prepared` are the parts of a job, whose strategy exchanges the gradients. `hooks` follow the run.
         """
         self.world, self.device = world, world.device
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
-        self._held = contextlib.ExitStack()
-        ours = self._held.enter_context(run)
-        self.prepared = prepared or Prepared(ours.config, world, self.precision, exchange=exchange_of(world))
-        self._held.callback(self.prepared.exchange.close)
+        self._resources = contextlib.ExitStack()
+        opened = self._resources.enter_context(run)
+        self.prepared = prepared or Prepared(opened.config, world, self.precision, exchange=exchange_of(world))
+        self._resources.callback(self.prepared.exchange.close)
         self._hooks = hooks
-        self.loop = Loop(*(ours, self.prepared), saves=hooks.saves, is_endless=hooks.is_endless, resumed=hooks.resumed)
-        self._held.callback(self.loop.close)
-        self._draws = Draws(world, ours.config.seed, hooks.draws or ours.config.batch.draws)
+        self.loop = Loop(
+            *(opened, self.prepared), saves=hooks.saves, is_endless=hooks.is_endless, resumed=hooks.resumed
+        )
+        self._resources.callback(self.loop.close)
+        self._draws = Draws(world, opened.config.seed, hooks.draws or opened.config.batch.draws)
         self._stepper = Stepper(self.loop, stepped=self._end_step)
         self.loop.pending = self._stepper.pending
         self._passes = Passes(self.loop, self._stepper, self._draws)
-        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # by the user's GradScaler, and before
-        self._first_step: FirstStep | None = None  # until it is made
+        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
+        self._first_step: FirstStep | None = None  # until the end of that step
         self._is_closed = False
-        self._before = parts.modules_so_far() if prepared is None else {}
+        self._earlier_modules = parts.modules_so_far() if prepared is None else {}
         if prepared is None:
             seed_weights(config.seed)
         else:
             for optimizer in prepared.optimizers:
-                parts.step_by(optimizer, self._stepper.step)
+                parts.replace_step(optimizer, self._stepper.step)
 
     @property
     def rank(self) -> int:
@@ -114,38 +116,38 @@ class Session:
 
     @property
     def samples(self) -> int:
-        """Number of samples in the current share. 0 for an empty share, whose stand-in sample does not count."""
+        """Number of samples in the current share; 0 for an empty one, which yields a stand-in sample."""
         return self._passes.samples
 
     @property
     def step(self) -> int:
-        """Optimizer steps made: global batches trained on."""
+        """Number of completed optimizer steps."""
         return self.loop.position.step + self._stepper.has_stepped
 
     @property
     def is_logging(self) -> bool:
-        """Whether the step under way ends an interval of `log_every`: for values that are costly to compute."""
+        """Whether the current step ends an interval of `log_every`: for values that are costly to compute."""
         return self.loop.meter.ends_interval
 
-    def prepare(self, *given: Any) -> Any:
-        """Prepare parts for training; return them in order (*collective*). A single part is returned by itself.
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare objects for training; return a tuple of them, or a single one (*collective*).
 
-        A model comes back as the same object, on this rank's device, with rank 0's weights and synchronised BatchNorm;
-        an optimizer or a schedule as the same object, whose `step` acts at the end of a global batch; a DataLoader as
-        one that yields this rank's share of each batch. Other objects with `state_dict` and `load_state_dict` are saved
-        with the rest. Raises `RequestError` for objects that cannot be prepared, and once the loop has begun.
+        Returns a model as the same object, on this rank's device, with rank 0's weights and synchronised BatchNorm; an
+        optimizer or a schedule as the same object, whose `step` acts at the end of a global batch; a DataLoader as a
+        loader of this rank's share of each batch. Checkpoints include other objects with `state_dict` and
+        `load_state_dict`. Raises `RequestError` for objects that cannot be prepared, and after the loop has begun.
         """
-        if self.loop.has_begun and not all(isinstance(part, DataLoader) for part in given):
+        if self.loop.has_begun and not all(isinstance(part, DataLoader) for part in objects):
             raise RequestError(
                 "session.prepare was called after the loop had begun; prepare models, optimizers and schedules before "
                 "it. Only further DataLoaders may come later."
             )
-        ready = tuple([self._ready(part) for part in given])
+        ready = tuple([self._prepare_part(part) for part in objects])
         for part in ready:
             self._hooks.prepared(part)
         return ready[0] if len(ready) == 1 else ready
 
-    def _ready(self, part: Any) -> Any:
+    def _prepare_part(self, part: Any) -> Any:
         prepared = self.prepared
         if isinstance(part, nn.Module):
             parts.check_plain(part)
@@ -153,13 +155,13 @@ class Session:
                 prepared.batchnorm = "local" if self.loop.config.parallel.batchnorm == "local" else "sync"
                 if prepared.batchnorm == "sync":
                     sync_batchnorm.convert(part, self.world)
-                    self._held.callback(sync_batchnorm.restore, part)
+                    self._resources.callback(sync_batchnorm.restore, part)
             number = len(prepared.models) + 1
             part = parts.place(part, self.world, self.precision)
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
             prepared.exchange.attach(part)
             self._watch(part)
-            if any(id(module) in self._before for module in (part, _torch.inner(part))):
+            if any(id(module) in self._earlier_modules for module in (part, _torch.inner(part))):
                 prepared.cautions.append(
                     "the model was made before lockstep.session(): its weights do not follow from the seed, and "
                     "another start may draw others; call lockstep.session() first"
@@ -174,7 +176,7 @@ class Session:
         elif isinstance(part, Source):
             return parts.Loader(part, self._passes.over)
         elif isinstance(part, parts.Loader):
-            raise RequestError("session.prepare was given a loader that it had returned; give it each one once.")
+            raise RequestError("session.prepare was given a loader that it had returned; prepare each loader once.")
         elif isinstance(part, Dataset):
             raise RequestError(
                 f"session.prepare was given a data set, a {type(part).__name__}: give it the DataLoader over that, "
@@ -185,9 +187,9 @@ class Session:
             if isinstance(part, torch.amp.GradScaler):
                 self._take_scaler(part)
             if not isinstance(part, LRScheduler):
-                for held in vars(part).values() if hasattr(part, "__dict__") else ():
-                    if isinstance(held, Optimizer):
-                        self._take_optimizers(held)
+                for value in vars(part).values() if hasattr(part, "__dict__") else ():
+                    if isinstance(value, Optimizer):
+                        self._take_optimizers(value)
         else:
             raise RequestError(
                 "session.prepare takes models, optimizers, DataLoaders, schedules, and objects with state_dict and "
@@ -196,17 +198,17 @@ class Session:
         return part
 
     def _take_optimizers(self, outer: Optimizer) -> None:
-        """Take an optimizer, and those that it keeps and steps itself."""
+        """Add an optimizer, and the optimizers that it wraps and steps."""
         prepared = self.prepared
         for optimizer in parts.with_inner(outer):
             if optimizer not in prepared.optimizers:
                 prepared.optimizers.append(optimizer)
-                parts.step_by(optimizer, self._stepper.step)
+                parts.replace_step(optimizer, self._stepper.step)
             if optimizer is not outer:
                 prepared.inner.add(optimizer)
 
     def _take_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Note the loss that a GradScaler has scaled, which is the one to record."""
+        """Note each loss before a user's GradScaler scales it, for the records."""
         if self.precision.scaler is not None:
             raise RequestError(
                 "session.prepare was given a GradScaler, and precision='fp16' scales losses already: leave the "
@@ -222,16 +224,16 @@ class Session:
         attach(scaler, "scale", scale)
 
     def _watch(self, model: nn.Module) -> None:
-        """Have the model's forward say which batch it is called with."""
-        before, after = parts.Watched(self._passes.see), parts.Watched(self._passes.mark)
-        self._held.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._held.callback(model.register_forward_hook(after, with_kwargs=True).remove)
+        """Report the inputs and outputs of the model's forward to the passes over loaders."""
+        pre_hook, hook = parts.ForwardHook(self._passes.see), parts.ForwardHook(self._passes.mark)
+        self._resources.callback(model.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+        self._resources.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
 
     def _begin(self, epochs: int | None) -> None:
         """Begin the loop (*collective*)."""
         source = self.prepared.source
         if source is not None and source.plan.accumulation > 1:
-            # What steps once in a global batch steps at its end, as optimizers do.
+            # Methods to call once per global batch act at its end, as optimizers do.
             for optimizer in self.prepared.optimizers:
                 attach(optimizer, "zero_grad", self._at_last)
             for model in self.prepared.models.values():
@@ -257,9 +259,10 @@ class Session:
         return method(*args, **kwargs) if self._stepper.is_whole else None
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs from 0 to `count` - 1 (*collective*). A resumed run yields those that are left.
+        """Yield the epochs from 0 to `count` - 1; a resumed run yields the remaining ones (*collective*).
 
-        The end of each epoch saves the session; the end of the last one also records the checks.
+        Saves the session at the end of each epoch; records the checks after the last. Raises `RequestError` for a
+        second loop, and for an epoch without a prepared loader or without any optimizer step.
         """
         if self.loop.is_finished:
             raise RequestError(
@@ -272,16 +275,16 @@ class Session:
         has_stepped = self.step > 0
         while loop.goes_on(count):
             passes.begin_epoch()
-            before, has_trained = self.step, (stepper.outside, passes.number)
+            first_step, (outside, number) = self.step, (stepper.outside, passes.number)
             yield loop.position.epochs
-            is_outside = stepper.outside > has_trained[0] and passes.number == has_trained[1]
-            stepper.settle(saves=False)  # the loop has left the epoch, whose end saves
-            if self.step > before and is_outside and self.prepared.source is not None:
+            is_outside = stepper.outside > outside and passes.number == number
+            stepper.settle(saves=False)  # the end of the epoch saves
+            if self.step > first_step and is_outside and self.prepared.source is not None:
                 raise RequestError(
-                    "An epoch is over, and its loop was over no loader that session.prepare returned: go over that one."
+                    "An epoch is over, and its loop used no loader that session.prepare returned: use that loader."
                 )
-            has_stepped = has_stepped or self.step > before
-            if stepper.has_gradients and self.step == before and not has_stepped:
+            has_stepped = has_stepped or self.step > first_step
+            if stepper.has_gradients and self.step == first_step and not has_stepped:
                 loop.warn(
                     "an epoch is over without an optimizer step: session.backward was called, optimizer.step() not"
                 )
@@ -293,32 +296,32 @@ class Session:
         loop.finish()
 
     def along(self, dimension: int | None) -> contextlib.AbstractContextManager[None]:
-        """Return a context that says where draws have their samples: along `dimension`, or nowhere (None).
+        """Return a context that states the samples' dimension of random draws, or None for no such dimension.
 
-        Under `draws="global"`, for draws whose shape does not tell. Without effect otherwise.
+        Resolves ambiguous shapes under `draws="global"`; has no effect otherwise.
         """
         return self._draws.along(dimension)
 
     def _end_step(self, saves: bool) -> None:
-        """End a step (*collective*). Tells what the first one has shown, and compares the ranks' generators."""
+        """End a step: report the first one's findings, compare the ranks' generators (*collective*)."""
         loop = self.loop
         first, self._first_step = self._first_step, None
         if first is not None:
             self._passes.compare()
             for caution in first.cautions():
                 loop.warn(caution)
-        if drawn := self._draws.end_step(loop.position.step):
-            loop.warn(drawn)
+        if warning := self._draws.end_step(loop.position.step):
+            loop.warn(warning)
         loop.end_step(saves=saves)
         self._hooks.ended_step(self)
 
     @property
     def first_draw(self) -> str:
-        """The place of the loop's first random draw under global draws, such as `train.py:12 (aten.randn.default)`."""
+        """Place of the loop's first global draw, such as `train.py:12 (aten.randn.default)`, or ""."""
         return self._draws.first
 
     def draw_by_rank(self) -> None:
-        """Have each rank draw its own random numbers from the next share on."""
+        """Draw different random numbers on each rank from the next share on."""
         self._draws.draw_by_rank()
 
     def exchange_by(self, exchange: base.Exchange) -> None:
@@ -336,12 +339,11 @@ class Session:
     ) -> None:
         """Add gradients of this rank's `loss` (0-dim) to the global batch's (*collective*).
 
-        A mean is taken as one over this rank's samples, or over `weight` things, such as tokens that count; a sum, by
-        `reduction="sum"`, as one over the whole batch, divided by all ranks' `weight` where that is given. After a
-        batch's last micro-batch the gradients are those of the global batch on every rank. `batch` says which batch
-        the loss is of, by any tensor of it, in a loop that reads ahead and changes what it reads before the model's
-        forward. Raises `RequestError` for a loss that is no number, for a total weight of zero, and where it cannot be
-        known which batch is meant; `RunError` where ranks train different batches.
+        By default `loss` is the mean over this rank's samples, or over `weight` items such as tokens. With
+        `reduction="sum"` it is a sum, divided by all ranks' `weight` if given. After a batch's last micro-batch,
+        `.grad` is the global batch's on every rank. `batch` names the loss's batch by any tensor of it, for a loop that
+        reads ahead and changes tensors before the model's forward. Raises `RequestError` for a loss that is not 0-dim,
+        for a total weight of zero, and for an ambiguous batch; `RunError` if ranks train different batches.
         """
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             check_loss(loss)
@@ -350,15 +352,15 @@ class Session:
         loop, shares, progress = self.loop, self._passes.shares, self.world.progress
         if not self.prepared.exchange.parameters:
             raise RequestError(
-                "session.backward was called, and session.prepare was given no model, so that each rank would train "
-                "one of its own: give it model, optimizer and loader."
+                "session.backward was called, and session.prepare was given no model, so that each rank would train a "
+                "separate model: give it model, optimizer and loader."
             )
         handed = shares.take(loss, batch)
         self._draws.come_to(handed)
         if handed is not None and not handed.counts:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "
-                "steps are counted by the first one's batches; give it this one first, or go over both together."
+                "the batches of the first loader count steps; prepare this loader first, or go over both together."
             )
         if handed is not None and weight is None and shares.beside(handed):
             raise RequestError(
@@ -383,16 +385,16 @@ class Session:
     def observe(self, grad_norm: Tensor | None, outputs: tuple[Tensor, Tensor] | None = None) -> None:
         """Record the gradients' norm (0-dim) of a step, and the top-1 accuracy of its last micro-batch.
 
-        `outputs` are logits (n, classes) and labels (n,); of them an interval's last step is recorded. Call it before
-        `optimizer.step()`. The host waits for nothing.
+        `outputs` are logits (n, classes) and labels (n,), recorded for an interval's last step. Call it before
+        `optimizer.step()`. The host does not wait for the device.
         """
         self._stepper.norm = grad_norm
         self.loop.meter.pending.last = outputs if self._counts else None
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader) -> Iterator[Any]:
-        """Yield evaluation shares, each sample exactly once (*collective*). The order is the data set's.
+        """Yield evaluation shares, each sample exactly once, in the data set's order (*collective*).
 
-        Within the loop the models are in evaluation mode, and no gradients are kept.
+        Within the loop the models are in evaluation mode, and gradients are disabled.
         """
         return self._passes.evaluation(parts.raw(loader))
 
@@ -400,22 +402,22 @@ class Session:
     def _counts(self) -> bool:
         return not self._passes.is_within or self.samples > 0
 
-    def _meet(self, *what: Any) -> None:
-        """Raise where another rank does not make the same call (*collective*)."""
-        self.prepared.exchange.meet(Header(base.REDUCE, self.step), [" ".join(map(str, what))])
+    def _meet(self, *details: Any) -> None:
+        """Raise `RunError` unless all ranks make the same call (*collective*)."""
+        self.prepared.exchange.meet(Header(base.REDUCE, self.step), [" ".join(map(str, details))])
 
     def sum(self, value: Any) -> Any:
-        """Sum a number, as float64, or each element of a tensor, over all ranks (*collective*). Of a mask, count."""
-        return collectives.summed(value, self.world, self._meet, counts=self._counts)
+        """Sum a number (as float64), or each element of a tensor, over all ranks; count a mask (*collective*)."""
+        return collectives.sum_values(value, self.world, self._meet, counts=self._counts)
 
     def max(self, value: Any) -> Any:
         """Return a number's maximum, or each element's, over all ranks (*collective*)."""
-        return collectives.largest(value, self.world, self._meet, counts=self._counts)
+        return collectives.max_values(value, self.world, self._meet, counts=self._counts)
 
     def mean(self, value: Any, *, weight: float | Tensor | None = None) -> Any:
-        """Return the mean of ranks' means (*collective*). Each is over its share's samples or `weight` things.
+        """Return the mean of ranks' means, weighted by their shares' samples or `weight` (*collective*).
 
-        Raises `RequestError` without `weight` between batches: shares differ, and the ranks' number would show.
+        Raises `RequestError` between batches without `weight`: the mean would depend on the number of ranks.
         """
         if weight is None and not self._passes.is_within and self.prepared.source is not None:
             raise RequestError(
@@ -423,57 +425,56 @@ class Session:
                 "or give weight=, the number of samples that this rank's value is a mean over."
             )
         count = self.samples if self._passes.is_within else 1
-        own = float(count if weight is None or not count else weight)
-        total = self.sum(own)
+        rank_weight = float(count if weight is None or not count else weight)
+        total = self.sum(rank_weight)
         if not total > 0:
             raise RequestError(f"session.mean was given weights that sum to {total:g} over the ranks.")
-        part = value * own if own else torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
+        part = value * rank_weight if rank_weight else torch.zeros_like(value) if isinstance(value, Tensor) else 0.0
         return self.sum(part) / total
 
     def gather(self, value: Any) -> Any:
         """Gather a value of each rank in rank order (*collective*).
 
-        Tensors (n, …) are concatenated, whatever each rank's n. Their gradients are summed over the ranks, so that a
-        loss over all gathered rows, such as a contrastive one, has the gradient of one device. Lists are concatenated
-        too; any other value comes back as a list of all ranks' values. Lists and values hold numbers, texts, lists and
-        dicts.
+        Concatenates tensors (n, …), whose n may differ between ranks. Sums their gradients over the ranks, so that a
+        loss over all gathered rows, such as a contrastive loss, has the gradient of one device. Concatenates lists too;
+        returns a list of all ranks' values for any other value. Lists and values may have numbers, texts, lists and
+        dicts; raises `RequestError` for others.
         """
-        return collectives.gathered(value, self.world, self._meet, counts=self._counts)
+        return collectives.gather_values(value, self.world, self._meet, counts=self._counts)
 
-    def print(self, *words: Any, **how: Any) -> None:
-        """Print on rank 0 alone, as Python's own `print` does."""
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 alone, as Python's `print`."""
         if self.is_main:
-            print(*words, **how)
+            print(*values, **options)
 
     def log(self, **values: Any) -> None:
         """Record values by name, in steps.jsonl and TensorBoard.
 
-        Within a training loop, values are means over this rank's share; recorded is the mean over all samples of the
-        current step: every rank gives the same names. The host waits for nothing. Elsewhere rank 0's are recorded.
+        Within a training loop, values are means over this rank's share; the record is the mean over all samples of the
+        current step, and every rank gives the same names. The host does not wait for the device. Elsewhere rank 0's
+        values are recorded. Raises `RequestError` for reserved names, and within `evaluating`.
         """
-        if taken := [name for name in values if name in _TAKEN]:
-            raise RequestError(
-                f"session.log was given {taken[0]!r}, which records have of their own; take another name."
-            )
+        if reserved := [name for name in values if name in _RESERVED]:
+            raise RequestError(f"session.log was given {reserved[0]!r}, which records already have; use another name.")
         if self._passes.evaluated_share is not None:
             raise RequestError(
-                "session.log was called within session.evaluating, whose batches are of no step: sum "
+                "session.log was called within session.evaluating, whose batches belong to no step: sum "
                 "there, and log after the loop."
             )
         current, loop = self._passes.shares.current, self.loop
         if current is None:
-            told = {name: float(value) for name, value in values.items()}
-            loop.recorder.record("values", step=self.step, epoch=loop.position.epochs, **told)
+            numbers = {name: float(value) for name, value in values.items()}
+            loop.recorder.record("values", step=self.step, epoch=loop.position.epochs, **numbers)
             return
         for name, value in values.items():
-            held = on_device(value, self.device)
+            mean = on_device(value, self.device)
             size = current.share.size
-            loop.meter.note(name, held * size if size else torch.zeros_like(held))
+            loop.meter.note(name, mean * size if size else torch.zeros_like(mean))
 
     def score(self, value: float) -> None:
-        """Record a score of the current weights; higher is better. Give the same on every rank.
+        """Record a score of the current weights, equal on every rank; higher is better.
 
-        The next checkpoint, usually at the end of the epoch, becomes `best` if none before had as high a score.
+        The next checkpoint, usually at the end of the epoch, becomes `best` if its score exceeds all earlier ones.
         """
         self.loop.judge(float(value))
 
@@ -484,7 +485,7 @@ class Session:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session, once (*collective*). Waits for the last checkpoint, records the end, releases the folder."""
+        """End the session once: wait for the last checkpoint, record the end, release the folder (*collective*)."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -507,12 +508,14 @@ class Session:
             raise
         finally:
             self._passes.close()
-            self._held.__exit__(None if error is None else type(error), error, getattr(error, "__traceback__", None))
+            self._resources.__exit__(
+                None if error is None else type(error), error, getattr(error, "__traceback__", None)
+            )
         if error is None:
-            script.closed()
+            script.leave()
 
     def _close_with_process(self, error: BaseException | None = None) -> None:
-        """Close at the end of the process. Python does not say whether a script in mid-training has failed."""
+        """Close at the end of the process. Python does not reveal whether a script in mid-training has failed."""
         if self.loop.epochs and not self.loop.is_finished:
             self.loop.exit = None
         self.close(error)

@@ -1,4 +1,4 @@
-"""Which share a loss belongs to.
+"""Lookup of the share that a loss belongs to.
 
 A batch's weight is that of its share, wherever the loop has come to meanwhile: a loop may read ahead, go over a list of
 batches, or skip one. A share is known again by the memory of its batch's tensors when the model's forward is called
@@ -24,8 +24,8 @@ from ..batching import Share
 from ..errors import RequestError
 
 _MARK = "lockstep share"  # among the metadata of a node of autograd's graph
-_NODES = 100  # between a loss and the model's output, at most
-_LEAVES = 64  # of a batch, at most, by which it is known again
+_MOST_NODES = 100  # to visit between a loss and the model's output
+_MOST_LEAVES = 64  # of a batch, to identify it by
 
 
 @dataclass(eq=False)
@@ -34,25 +34,25 @@ class Handed:
 
     share: Share
     pass_number: int
-    """The pass over a loader that it is of."""
+    """Number of its pass over a loader."""
     index: int
     """Its number among the micro-batches of its pass."""
     counts: bool
     """Whether its loader's batches count steps."""
     samples: int | None
-    """Samples that the collate function has left; None where the batch does not tell."""
+    """Samples that remain after the collate function; None if the batch does not show it."""
     may_drop: bool = False
-    """Whether a collate function of the user's may have left samples out."""
+    """Whether the user's collate function may drop samples."""
     is_used: bool = False
     """Whether a loss of it has had its backward pass."""
     alive: int = 0
     """Its batch's tensors that still exist."""
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
     indices: Any = None
-    """The samples' indices (size,)."""
+    """Indices of the samples (size,)."""
     epoch: int = 0
     place: int = 0
-    """The pass of its loader over the epoch, from 0."""
+    """Number of its loader's pass over the epoch, from 0."""
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -87,9 +87,9 @@ class Shares:
         self._rows: set[int] = set()  # of what a forward pass was called with that is no batch's
 
     def hand_out(self, handed: Handed, batch: Any) -> bool:
-        """Note a share, and the batch that stands for it; return whether it is the current one from now on.
+        """Note a share and its batch; return whether it is now the current share.
 
-        It is not where its loader is read beside the one whose batches count steps.
+        It is not if the loop reads its loader beside the one whose batches count steps.
         """
         is_current = handed.counts or self.current is None or not self.current.counts
         if is_current:
@@ -147,7 +147,7 @@ class Shares:
         return owners.pop() if len(owners) == 1 else None
 
     def leave(self) -> None:
-        """Note that a loader has no further batch; the loop may still go over those that it keeps."""
+        """Note that a loader has no further batch; the loop may still use batches that it keeps."""
         self.current, self._is_sure = None, False
 
     def end_pass(self, pass_number: int) -> None:
@@ -184,21 +184,21 @@ class Shares:
             return
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                metadata: Any = tensor.grad_fn.metadata  # torch's annotation has it as a method
+                metadata: Any = tensor.grad_fn.metadata  # torch annotates it as a method
                 metadata[_MARK] = self.current
 
     def find(self, batch: Any) -> Handed:
-        """Return the share of `batch`, or of a part of it. Raises `RequestError` for what is no batch."""
+        """Return the share of `batch` or of a part of a batch. Raises `RequestError` for other tensors."""
         for tensor in tensors_of(batch):
             if (handed := self._owner(tensor)) is not None:
                 return handed
         raise RequestError(
-            "session.backward(loss, batch=…) was given what no prepared loader has yielded: give it the batch, or one "
-            "of its tensors, as it came out of the loader."
+            "session.backward(loss, batch=…) was given tensors that no prepared loader has yielded: give it the batch, "
+            "or one of its tensors, as it came out of the loader."
         )
 
     def take(self, loss: Tensor, batch: Any = None) -> Handed | None:
-        """Return the share of a loss that is about to have its backward pass; None outside of a loader's loop."""
+        """Return the share of a loss before its backward pass; None outside of a loader's loop."""
         marked = [self.find(batch)] if batch is not None else _marks(loss)
         if marked:
             counting = [handed for handed in marked if handed.counts] or marked
@@ -227,23 +227,23 @@ class Shares:
             self.forget(handed.pass_number)
 
     def beside(self, handed: Handed) -> bool:
-        """Return whether a batch of another loader, with another part of its global batch, is under way as well."""
-        mine = handed.share
+        """Return whether another loader's unused batch has a different fraction on this rank."""
+        share = handed.share
         return any(
-            other.share.size * mine.total != mine.size * other.share.total
+            other.share.size * share.total != share.size * other.share.total
             for other in self._alive.values()
             if not other.counts and not other.is_used
         )
 
     def joins(self, handed: Handed) -> bool:
-        """Return whether the model was called with as many rows as this batch and an earlier one have together.
+        """Return whether the model's input joined this batch with an earlier one of another fraction.
 
-        Where this rank has another part of that one, a mean over both cannot be weighed.
+        The number of rows shows that. A mean over both batches has no correct weight.
         """
-        mine = handed.share
-        return max(1, mine.size) not in self._rows and any(
-            mine.size + other.share.size in self._rows
-            and other.share.size * mine.total != mine.size * other.share.total
+        share = handed.share
+        return max(1, share.size) not in self._rows and any(
+            share.size + other.share.size in self._rows
+            and other.share.size * share.total != share.size * other.share.total
             for other in self._alive.values()
             if other is not handed and other.is_used
         )
@@ -269,7 +269,7 @@ class Shares:
 def _marks(loss: Tensor) -> list[Handed]:
     """Return the shares by which the nodes nearest to the loss are marked."""
     nodes, seen, found = [loss.grad_fn], set[Any](), list[Handed]()
-    while nodes and len(seen) < _NODES:
+    while nodes and len(seen) < _MOST_NODES:
         node = nodes.pop(0)
         if node is None or node in seen:
             continue
@@ -297,11 +297,11 @@ def _ranks(handed: Handed) -> int:
 def _ambiguous(which: str) -> RequestError:
     return RequestError(
         f"session.backward cannot know which batch the loss is of: it is {which}, and the model was not called with "
-        "its tensors. Say it, as in session.backward(loss, batch=x), with a tensor as it came out of the loader."
+        "its tensors. Name it, as in session.backward(loss, batch=x), with a tensor as it came out of the loader."
     )
 
 
-def tensors_of(value: Any, most: int = _LEAVES) -> Iterator[Tensor]:
+def tensors_of(value: Any, most: int = _MOST_LEAVES) -> Iterator[Tensor]:
     """Yield the first tensors in nested lists, tuples, dicts, dataclasses, and other objects' attributes."""
     stack, seen = [value], 0
     while stack and seen < most:
@@ -315,13 +315,13 @@ def tensors_of(value: Any, most: int = _LEAVES) -> Iterator[Tensor]:
         elif isinstance(item, Mapping):
             stack.extend(reversed(list(item.values())[:most]))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            stack.extend(getattr(item, each.name) for each in reversed(dataclasses.fields(item)))
+            stack.extend(getattr(item, attribute.name) for attribute in reversed(dataclasses.fields(item)))
         elif not isinstance(item, str | bytes | int | float | nn.Module | None) and hasattr(item, "__dict__"):
-            stack.extend(held for held in reversed(list(vars(item).values())) if isinstance(held, Tensor))
+            stack.extend(value for value in reversed(list(vars(item).values())) if isinstance(value, Tensor))
 
 
 def samples_in(batch: Any, size: int) -> int | None:
-    """Return how many samples the batch holds, of `size` that were collated; None where its parts do not say alike."""
+    """Return the number of samples in a batch collated from `size`; None if its parts disagree."""
     if isinstance(batch, Mapping):
         parts = list(batch.values())
     elif isinstance(batch, list) and batch and all(isinstance(part, tuple | Mapping) for part in batch):

@@ -1,8 +1,8 @@
-"""From a batch's losses to the optimizer step that is counted.
+"""From a batch's losses to the counted optimizer step.
 
-A global batch is under way from its first micro-batch's backward pass until the loop goes on to another batch. What a
-plain loop does in between (several losses, several optimizers, a step every few batches, or two on one batch) is
-counted as that loop means it: a step has the samples and the loss of all batches since the step before.
+A global batch lasts from its first micro-batch's backward pass until the loop continues with another batch. In between
+a loop may have several losses, several optimizers, a step every few batches, or two steps on one batch: a step counts
+the samples and the loss of all batches since the previous step.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from .shares import Handed
 
 
 class Stepper:
-    """Gradients of the global batch under way, and the optimizer steps on them. Every rank makes the same calls."""
+    """Gradients of the current global batch, and optimizer steps on them. Every rank makes the same calls."""
 
     def __init__(self, loop: Loop, *, stepped: Callable[[bool], None]) -> None:
-        """`stepped(saves)` is called after each step that is counted (*collective*); see `Loop.end_step`."""
+        """Call `stepped(saves)` after each counted step (*collective*); see `Loop.end_step`."""
         self.share: Handed | None = None
-        """The share of the last backward pass, until its batch is settled."""
+        """Share of the last backward pass, until its batch is settled."""
         self.is_left = False
         """Whether the loop has left its loader within a global batch."""
         self.outside = 0
         """Backward passes outside of a loader's loop."""
         self.norm: Tensor | None = None
-        """The gradients' norm before the step, where the loop tells it."""
+        """Norm of the gradients before the step, if the loop reports it."""
         self._loop, self._prepared, self._precision = loop, loop.prepared, loop.prepared.precision
         self._batch = GlobalBatch(self._prepared.exchange)
         self._after_step = stepped
-        self._stepped_by: set[Optimizer] = set()  # since the last step that was counted
-        self._stepping: Optimizer | None = None  # which may step the one that it keeps, or be stepped by a scaler
+        self._stepped_by: set[Optimizer] = set()  # since the last counted step
+        self._stepping: Optimizer | None = None  # may step the optimizer that it wraps; a scaler may step it
         self._lr = 0.0
         self._parts_at_step = 0  # backward passes before the last optimizer step
         self._keeps_gradients: bool | None = None
-        """Whether the loop adds to gradients that it has stepped on; None until a second epoch has begun."""
+        """Whether the loop adds to gradients after a step; None until a second epoch has begun."""
         self._has_warned = False
         has_scaler = self._precision.scaler is not None
         self._unscale = (lambda: self._precision.unscale(self._prepared.optimizers)) if has_scaler else None
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped, and the step is not counted yet."""
+        """Whether an optimizer has made a step that is not yet counted."""
         return bool(self._stepped_by)
 
     @property
@@ -59,22 +59,22 @@ class Stepper:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no global batch is half trained: what acts once in a batch then acts."""
+        """Whether no global batch is incomplete, so that calls once per batch act."""
         return self.share is None or self.share.share.last or self.is_left
 
     def come_to(self, handed: Handed | None) -> None:
-        """Begin the micro-batch of a loss, and settle the batch before (*collective*)."""
+        """Begin the micro-batch of a loss, and settle the previous batch (*collective*)."""
         self.is_left = False
-        before = self.share
-        if before is handed and (handed is not None or not self.has_stepped):
+        previous = self.share
+        if previous is handed and (handed is not None or not self.has_stepped):
             return
-        if handed is not None and handed.share.micro and (before is None or before.index + 1 != handed.index):
+        if handed is not None and handed.share.micro and (previous is None or previous.index + 1 != handed.index):
             raise RequestError(
                 f"session.backward was given the loss of micro-batch {handed.share.micro + 1} of a global batch, and "
                 "not of the one before it: under accumulate=, train each global batch's micro-batches in the loader's "
                 "order, or skip a whole batch."
             )
-        if before is None or handed is None or before.batch != handed.batch:
+        if previous is None or handed is None or previous.batch != handed.batch:
             self.settle(saves=False)
             if self.share is not None:  # left before its last micro-batch
                 if not self._has_warned:
@@ -96,7 +96,7 @@ class Stepper:
     ) -> None:
         """Add the gradients of this rank's loss (0-dim) to the batch's (*collective*). See `Session.backward`.
 
-        `recorded` is the loss to record: before a GradScaler of the user's has scaled it.
+        `recorded` is the loss to record, before any user's GradScaler.
         """
         factor, expected = self._factor(handed, weight, reduction)
         weight = _weighed(handed, weight)
@@ -129,7 +129,7 @@ class Stepper:
     def _factor(
         self, handed: Handed | None, weight: float | Tensor | None, reduction: str
     ) -> tuple[float | Tensor, tuple[float, float] | None]:
-        """Return a loss's factor, and, where samples may have been dropped, (those left, those expected)."""
+        """Return a loss's factor, and (remaining, expected) samples if some may have been dropped."""
         ranks = self._prepared.world.size
         if weight is not None:
             return 1.0, None
@@ -150,7 +150,7 @@ class Stepper:
         return handed.samples / share.total, expected
 
     def step(self, optimizer: Optimizer, step: Callable[[], Any], closure: Any) -> Any:
-        """Step the optimizer at the end of a global batch, in place of its own `step`."""
+        """Step the optimizer at the end of a global batch. Replaces its `step` method."""
         if self._stepping is not None:
             return step()
         if closure is not None:
@@ -168,7 +168,7 @@ class Stepper:
         progress.enter("step")
         self._stepping = optimizer
         try:
-            found = self._precision.step_one(optimizer, step)
+            result = self._precision.step_one(optimizer, step)
         finally:
             self._stepping = None
         self._stepped_by.add(optimizer)
@@ -177,17 +177,17 @@ class Stepper:
         progress.enter("")
         if self._prepared.source is None and optimizer is self._prepared.optimizers[-1]:
             self.settle()
-        return found
+        return result
 
     def leave(self) -> None:
-        """Note that the loop has left its loader, maybe within a global batch: older gradients are shown again."""
+        """Note that the loop has left its loader, perhaps within a global batch; show hidden gradients."""
         self.is_left = True
         self._batch.show()
 
     def settle(self, *, saves: bool = True) -> None:
-        """End the global batch that was trained on last, if it is complete, and count its step (*collective*).
+        """End the last trained global batch if it is complete, and count its step (*collective*).
 
-        Saves, if due, unless the next batch's forward pass is over: it may have drawn, and changed buffers.
+        `saves` is False after the next batch's forward pass, which may have drawn numbers and changed buffers.
         """
         handed = self.share
         if not (self.has_stepped if handed is None else handed.share.last):
@@ -201,7 +201,7 @@ class Stepper:
         if handed is not None and handed.counts and loop.is_running:
             loop.count_batch(handed.place, handed.share.step)
         self._batch.end(0 if handed is None else handed.share.total, parts)
-        if self._stepped_by:  # a loop may step once in several batches: the step has their sum
+        if self._stepped_by:  # a loop may step once per several batches: the step counts their sum
             self._stepped_by.clear()
             self._precision.update()
             norm, self.norm = self.norm, None
@@ -215,23 +215,23 @@ class Stepper:
         self._prepared.exchange = self._batch.exchange = exchange
 
     def pending(self) -> dict[str, Any]:
-        """Return what waits for an optimizer step, for a checkpoint (*collective*)."""
+        """Return the state between backward and optimizer step, for a checkpoint (*collective*)."""
         is_held = self.has_gradients or (self._keeps_gradients is not False and self._batch.adds_to_existing())
         loss, samples = self._batch.pending_loss()
         losses = self._prepared.world.gather(loss) if is_held else []
-        own = {"steps": self.has_gradients, "adds": self._keeps_gradients, "is_held": is_held}
-        return {"samples": samples, "losses": losses, **own}
+        flags = {"steps": self.has_gradients, "adds": self._keeps_gradients, "is_held": is_held}
+        return {"samples": samples, "losses": losses, **flags}
 
     def restore(self, pending: dict[str, Any] | None) -> None:
-        """Go on from what `pending` returned."""
+        """Restore the state that `pending` returned."""
         if pending is None:
             return
         world = self._prepared.world
         self._keeps_gradients = pending["adds"]
         if pending["steps"]:
             losses = pending["losses"]
-            own = losses[world.rank] if len(losses) == world.size else sum(losses) / world.size
-            self._batch.restore_loss(own, pending["samples"])
+            loss = losses[world.rank] if len(losses) == world.size else sum(losses) / world.size
+            self._batch.restore_loss(loss, pending["samples"])
 
 
 def _weighed(handed: Handed | None, weight: float | Tensor | None) -> float | Tensor | None:
