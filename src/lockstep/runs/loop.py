@@ -236,7 +236,8 @@ class Loop:
             # Without a source an epoch cannot be resumed midway. At the end of an epoch, code after the user's loop
             # over batches may need the loop's results.
             self._is_stopping = self._is_stopping or stopping
-            has_ended = (self.prepared.source is None and self.epochs) or self.position.within == self.steps
+            is_kept = self.prepared.source is not None and not self.prepared.is_renewed
+            has_ended = (not is_kept and self.epochs) or self.position.within == self.steps
             if self._is_stopping and saves and not has_ended:
                 raise self.stopped()
             if save and not has_ended:

@@ -100,6 +100,8 @@ class Prepared:
     first_loader: Source | None = None
     inner: set[Optimizer] = field(default_factory=set)
     """Optimizers that a wrapping optimizer steps, over the same parameters."""
+    is_renewed: bool = False
+    """Whether the loop makes its loader anew, so that no checkpoint within an epoch can be continued."""
     cautions: list[str] = field(default_factory=list)
     """Sentences on the parts for the startup report."""
     restored_settings: set[str] = field(default_factory=set)
@@ -249,7 +251,8 @@ class Prepared:
         """Raise `RequestError` if sample order or batch statistics would change."""
         current, saved = self._facts(), state.meta
         for label, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
-            if saved[key] != current[key]:
+            # A loop that makes its loader within an epoch has none yet.
+            if saved[key] != current[key] and self.source is not None:
                 raise RequestError(
                     f"{shown(state.origin)} was trained with {saved[key]} {label}, and this run has {current[key]}, "
                     "which changes the order; give it the same data, or start a new run in another --output."

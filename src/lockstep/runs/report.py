@@ -86,9 +86,9 @@ def _describe_resume(loop: Loop) -> list[str]:
     path = shown(state.origin)
     if stalled := loop.position.stalled(config.patience):
         return [f"nothing is left to train: {path} is at step {step:,}, and {stalled}"]
-    if 0 < total <= step:
+    if 0 < total <= step and (loop.prepared.is_recipe or not loop.goes_on(loop.epochs or 0)):
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
-    lines = [f"continuing at step {step:,}{f' of {total:,}' if total else ''}, from {path}"]
+    lines = [f"continuing at step {step:,}{f' of {total:,}' if total > step else ''}, from {path}"]
     saved_precision, precision = state.meta["precision"], loop.prepared.precision.name
     if saved_precision != precision:
         lines.append(f"precision {precision} from here on, {saved_precision} before: the results differ by rounding")

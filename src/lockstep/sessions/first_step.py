@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from ..checks.digest import digest
 from ..data.share import SharedLoader, state_of
@@ -102,11 +103,49 @@ class FirstStep:
         return initial is not None and initial.shape == buffer.shape and torch.equal(initial, buffer)
 
 
+class AverageWatch:
+    """Watch, over the first steps, for a moving average that the loop updates in each micro-batch."""
+
+    _STEPS = 3  # of the first one, an average that begins as a copy is as before
+
+    def __init__(self, prepared: Prepared) -> None:
+        optimized = {
+            parameter
+            for optimizer in prepared.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._models = {
+            name: model
+            for name, model in prepared.models.items()
+            if not any(parameter in optimized for parameter in model.parameters())
+        }
+        self._digests: dict[str, int] = {}
+        self._steps = self._STEPS if self._models and optimized else 0
+
+    def look(self, micro: int) -> str:
+        """Compare within a batch, before the backward pass of each micro-batch. Returns a sentence or ""."""
+        if not self._steps:
+            return ""
+        digests = {name: int(digest(list(model.parameters()))) for name, model in self._models.items()}
+        changed = [name for name, value in digests.items() if micro and self._digests.get(name, value) != value]
+        self._digests = digests
+        self._steps = 0 if changed else self._steps - (micro == 0)
+        if not changed:
+            return ""
+        return (
+            f"{', '.join(changed)} changes after each micro-batch, as a moving average that is updated beside "
+            "optimizer.step(): update it under `if session.is_last`, once a step"
+        )
+
+
 def _buffers(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers other than BatchNorm's running statistics."""
     for model in prepared.models.values():
-        norms = sync_batchnorm.statistics(model)
-        yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in norms)
+        kept_elsewhere = {*sync_batchnorm.statistics(model)}
+        if isinstance(model, AveragedModel):
+            kept_elsewhere.add("n_averaged")
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in kept_elsewhere)
 
 
 def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:

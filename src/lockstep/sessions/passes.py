@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
 from ..runs.loop import Loop
 from ..runs.prepared import Source
+from . import parts
 from .randomness import Draws
 from .shares import Handed, Shares, samples_in
 from .stepper import Stepper
@@ -41,6 +43,7 @@ class Passes:
         """Current share of an evaluation."""
         self._loop, self._prepared, self._world = loop, loop.prepared, loop.prepared.world
         self._stepper, self._draws = stepper, draws
+        self._prepared_loaders: dict[int, weakref.ref[parts.Loader]] = {}  # by source: the loader that the loop has
         self._places: dict[int, int] = {}  # by source: its passes over this epoch, less one
         self._evaluation_loaders: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
         self._evaluations = 0
@@ -62,6 +65,30 @@ class Passes:
         """Whether the loop is at a share, of training or of an evaluation."""
         return self.evaluated_share is not None or self.shares.current is not None
 
+    def prepare(self, loader: DataLoader[Any]) -> parts.Loader:
+        """Return a loader of this rank's shares (*collective*). The first one's batches count steps."""
+        shared = self.shared(loader)
+        self.loaders.append(shared)
+        if self._prepared.first_loader is None:
+            self._prepared.first_loader = shared
+            self._prepared.is_renewed = self._loop.has_begun
+        prepared = parts.Loader(shared, self.over)
+        self._prepared_loaders[id(shared)] = weakref.ref(prepared)
+        return prepared
+
+    def _renew(self, source: SharedLoader) -> None:
+        """Count steps by this loader's batches if the loop has made it in place of the first one, which is gone."""
+        first = self._prepared.source
+        has = self._prepared_loaders.get(id(first))
+        if first is source or has is None or has() is not None:
+            return
+        self._prepared.first_loader, self._prepared.is_renewed = source, True
+        self._loop.steps = source.steps()
+        self.loaders = [loader for loader in self.loaders if loader is not first]
+        del self._prepared_loaders[id(first)]
+        if isinstance(first, SharedLoader):
+            first.close()
+
     def shared(self, loader: DataLoader[Any], *, evaluates: bool = False) -> SharedLoader:
         """Return the loader's shares (*collective*)."""
         config = self._loop.config
@@ -79,6 +106,8 @@ class Passes:
         """Yield this rank's shares of an epoch. The batches of the first source count steps."""
         self._check_thread()
         loop, progress, stepper = self._loop, self._world.progress, self._stepper
+        if isinstance(source, SharedLoader):
+            self._renew(source)
         counts = source is self._prepared.source and not loop.is_finished
         stepper.settle()
         place = self._places[id(source)] = self._places.get(id(source), -1) + 1

@@ -44,7 +44,7 @@ from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World
 from . import collectives, parts, script
-from .first_step import FirstStep
+from .first_step import AverageWatch, FirstStep
 from .hooks import NO_HOOKS, Hooks
 from .passes import Passes
 from .randomness import Draws
@@ -89,6 +89,7 @@ class Session:
         self.loop.pending = self._stepper.pending
         self._passes = Passes(self.loop, self._stepper, self._draws)
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
+        self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
         self._is_closed = False
         self._earlier_modules = parts.modules_so_far() if prepared is None else {}
@@ -169,10 +170,7 @@ class Session:
         elif isinstance(part, Optimizer):
             self._take_optimizers(part)
         elif isinstance(part, DataLoader):
-            shared = self._passes.shared(part)
-            self._passes.loaders.append(shared)
-            prepared.first_loader = prepared.first_loader or shared
-            return parts.Loader(shared, self._passes.over)
+            return self._passes.prepare(part)
         elif isinstance(part, Source):
             return parts.Loader(part, self._passes.over)
         elif isinstance(part, parts.Loader):
@@ -232,7 +230,8 @@ class Session:
     def _begin(self, epochs: int | None) -> None:
         """Begin the loop (*collective*)."""
         source = self.prepared.source
-        if source is not None and source.plan.accumulation > 1:
+        if source is None or source.plan.accumulation > 1:
+            self._averages = AverageWatch(self.prepared)
             # Methods to call once per global batch act at its end, as optimizers do.
             for optimizer in self.prepared.optimizers:
                 attach(optimizer, "zero_grad", self._at_last)
@@ -377,6 +376,8 @@ class Session:
             self._begin(None)
             if handed is not None:
                 loop.note_samples(handed.indices, last=handed.share.last)
+        if self._averages is not None and handed is not None and (caution := self._averages.look(handed.share.micro)):
+            loop.warn(caution)
         progress.enter("backward")
         recorded = self._scaled[1] if self._scaled is not None and self._scaled[0]() is loss else loss
         self._stepper.backward(loss, handed, weight, reduction, recorded=recorded, retain_graph=retain_graph)
