@@ -329,7 +329,7 @@ def moved(part: Any, *destination: Any) -> Any:
     if to := getattr(part, "to", None):
         part = to(device)
     if isinstance(part, MutableMapping):
-        # A copy: its class may have attributes besides its items, as Hugging Face's BatchEncoding does.
+        # A copy: its class may have attributes beyond its items, as Hugging Face's BatchEncoding does.
         duplicate: Any = copy.copy(part)
         duplicate.update({key: moved(value, *destination) for key, value in part.items()})
         return duplicate

@@ -112,7 +112,7 @@ class GlobalBatch:
     def end(self, samples: int, parts: int | None = None) -> None:
         """End a batch of `samples` over all ranks, or only its first `parts` backward passes.
 
-        Raises `RequestError` where the last micro-batch has lacked a loss of an earlier one.
+        Raises `RequestError` if the last micro-batch lacks a loss of an earlier one.
         """
         if parts is None and self._number < len(self._parts):
             raise RequestError(

@@ -174,7 +174,7 @@ def _claim_folder(stack: contextlib.ExitStack, config: RunConfig, world: World, 
 def _portable_config(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config that repeats the run in another folder.
 
-    Leaves out the rendezvous and output of this start, and a --resume of its own folder.
+    Leaves out the rendezvous and output of this start, and a --resume of the same folder.
     """
     parallel = replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
     parallel = replace(parallel, clear_meeting=False, interface="")

@@ -1,11 +1,10 @@
 """Lookup of the share that a loss belongs to.
 
-A batch's weight is that of its share, wherever the loop has come to meanwhile: a loop may read ahead, go over a list of
-batches, or skip one. A share is known again by the memory of its batch's tensors when the model's forward is called
-with them; the output's node in the autograd graph is marked with it, and the loss leads to the mark. Where the loop
-changes its tensors before it calls the model, the share is one without a backward pass so far: the newest, where the
-loop has trained each batch before it read the next, else the oldest. Where several may be meant, and it matters which,
-the loop is refused.
+A loss has the weight of its batch's share, wherever the loop is: a loop may read ahead, go over a list of batches, or
+skip one. The inputs of the model's forward identify a share by the memory of its batch's tensors; a mark on the
+output's node in the autograd graph leads from the loss to the share. If the loop changes its tensors before it calls
+the model, the share is one without a backward pass: the newest if the loop has trained each batch before it read the
+next, else the oldest. If several are possible, and the choice matters, `RequestError` is raised.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Handed:
     is_used: bool = False
     """Whether a loss of it has had its backward pass."""
     alive: int = 0
-    """Its batch's tensors that still exist."""
+    """Number of its batch's living tensors."""
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
     indices: Any = None
     """Indices of the samples (size,)."""
@@ -62,29 +61,29 @@ class Handed:
 
 @dataclass(eq=False)
 class _Memory:
-    """The memory of a batch's tensor: addresses from `start` to before `end`."""
+    """Memory of a batch's tensor: addresses in [`start`, `end`)."""
 
     start: int
     end: int
     handed: Handed | None
-    """None where several batches have the same tensor, which then says nothing."""
+    """None for a tensor of several batches, which identifies none."""
 
 
 class Shares:
-    """The shares handed out by a session's loaders that have had no backward pass, or whose batch exists."""
+    """Shares that a session's loaders have handed out, until their backward pass and while their batches exist."""
 
     def __init__(self) -> None:
         self.current: Handed | None = None
-        """The share that the loop is at, as far as known; None outside of a loader's loop."""
-        self._is_sure = True  # whether `current` was known by its tensors, or used since the last one was handed out
-        self._alive: dict[int, Handed] = {}  # by id; a few, but for a loop that keeps its batches
-        self._open: dict[int, Handed] = {}  # those without a backward pass, by id, in the order of their handing out
+        """Share that the loop is probably at; None outside of a loader's loop."""
+        self._is_sure = True  # whether tensors identified `current`, or a loss has used it
+        self._alive: dict[int, Handed] = {}  # by id; a few, unless a loop keeps its batches
+        self._open: dict[int, Handed] = {}  # without a backward pass, by id, in the order of the loader
         self._newest: Handed | None = None
         self._last_used: Handed | None = None
         self._is_one_by_one = False  # whether this pass has trained each batch before it read the next, so far
         self._has_read_ahead = False
         self._memory: dict[int, list[_Memory]] = {}  # by the address of the storage
-        self._rows: set[int] = set()  # of what a forward pass was called with that is no batch's
+        self._rows: set[int] = set()  # lengths of a forward pass's inputs that belong to no batch
 
     def hand_out(self, handed: Handed, batch: Any) -> bool:
         """Note a share and its batch; return whether it is now the current share.
@@ -109,24 +108,24 @@ class Shares:
         storage = tensor.untyped_storage().data_ptr()
         if not storage or not tensor.numel():
             return
-        known, start = self._memory.setdefault(storage, []), tensor.data_ptr()
+        memories, start = self._memory.setdefault(storage, []), tensor.data_ptr()
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         memory = _Memory(start, start + extent * tensor.element_size(), handed)
-        for other in known:
+        for other in memories:
             if (other.start, other.end) == (memory.start, memory.end):  # the tensor of an earlier batch, or again
                 if other.handed is not None and other.handed is not handed:
                     self._release(other.handed)
                     other.handed = None
                 return
-        known.append(memory)
+        memories.append(memory)
         handed.alive += 1
         handed.references.append(weakref.ref(tensor, partial(self._lose, storage, memory)))
 
     def _lose(self, storage: int, memory: _Memory, _: object) -> None:
-        known = self._memory.get(storage, [])
-        if memory in known:
-            known.remove(memory)
-            if not known:
+        memories = self._memory.get(storage, [])
+        if memory in memories:
+            memories.remove(memory)
+            if not memories:
                 del self._memory[storage]
         if memory.handed is not None:
             self._release(memory.handed)
@@ -137,12 +136,12 @@ class Shares:
             self._alive.pop(id(handed), None)
 
     def _owner(self, tensor: Tensor) -> Handed | None:
-        """Return the share whose batch has the tensor's memory; None where that is none, or several."""
-        known = self._memory.get(tensor.untyped_storage().data_ptr())
-        if known is None:
+        """Return the share whose batch has the tensor's memory; None for none or several."""
+        memories = self._memory.get(tensor.untyped_storage().data_ptr())
+        if memories is None:
             return None
         start = tensor.data_ptr()
-        around = [memory for memory in known if memory.start <= start < memory.end] or known
+        around = [memory for memory in memories if memory.start <= start < memory.end] or memories
         owners = {memory.handed for memory in around}
         return owners.pop() if len(owners) == 1 else None
 
@@ -151,24 +150,24 @@ class Shares:
         self.current, self._is_sure = None, False
 
     def end_pass(self, pass_number: int) -> None:
-        """Drop the shares of a pass that was only looked at."""
+        """Drop the shares of a pass without training."""
         if self._last_used is None or self._last_used.pass_number != pass_number:
             self.forget(pass_number)
 
     def forget(self, pass_number: int | None = None) -> None:
-        """Drop the shares without a backward pass whose batch is gone, of one pass or of all."""
+        """Drop the unused shares of one pass or of all whose batches no longer exist."""
         for key, handed in [*self._open.items()]:
             if not handed.alive and pass_number in (None, handed.pass_number):
                 del self._open[key]
 
     @property
     def _is_alone(self) -> bool:
-        """Whether the current share is the only one that may be meant."""
+        """Whether the current share is the only candidate."""
         return len(self._alive) < 2 and len(self._open) < 2
 
     def see(self, values: Any) -> None:
-        """Note what a model's forward is called with."""
-        if self._is_alone and self.current is not None:  # nothing to choose from
+        """Note the inputs of a model's forward."""
+        if self._is_alone and self.current is not None:  # only one candidate
             return
         for tensor in tensors_of(values):
             handed = self._owner(tensor)
@@ -179,7 +178,7 @@ class Shares:
             self._rows = {len(tensor) for tensor in tensors_of(values) if tensor.dim()}
 
     def mark(self, output: Any) -> None:
-        """Mark a forward pass's output as one of the current share."""
+        """Mark a forward pass's output with the current share."""
         if self.current is None or not (self._is_sure or self._is_alone):
             return
         for tensor in tensors_of(output):
@@ -223,7 +222,7 @@ class Shares:
         is_newest = handed is self._newest
         self._has_read_ahead |= handed.counts and not is_newest
         self._is_one_by_one = is_newest and not self._has_read_ahead
-        if is_newest:  # the loop has skipped those before, whose batches are gone
+        if is_newest:  # the loop has skipped earlier batches that no longer exist
             self.forget(handed.pass_number)
 
     def beside(self, handed: Handed) -> bool:
@@ -268,7 +267,7 @@ class Shares:
 
 def _marks(loss: Tensor) -> list[Handed]:
     """Return the shares by which the nodes nearest to the loss are marked."""
-    nodes, seen, found = [loss.grad_fn], set[Any](), list[Handed]()
+    nodes, seen, shares = [loss.grad_fn], set[Any](), list[Handed]()
     while nodes and len(seen) < _MOST_NODES:
         node = nodes.pop(0)
         if node is None or node in seen:
@@ -278,9 +277,9 @@ def _marks(loss: Tensor) -> list[Handed]:
         handed = metadata.get(_MARK)
         if handed is None:
             nodes.extend(following for following, _ in node.next_functions)
-        elif handed not in found:
-            found.append(handed)
-    return found
+        elif handed not in shares:
+            shares.append(handed)
+    return shares
 
 
 def _weighs(handed: Handed) -> tuple[Any, ...]:
