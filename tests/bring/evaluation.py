@@ -293,7 +293,7 @@ UNEVEN = {
     "evaluation-break": ("rank 0 ends an epoch", "rank 1 ends an evaluation"),
     "value": ("rank 0 records its steps with error of step", "rank 1 records its steps without"),
     "names": ("rank 0 records its steps with error_0 of step", "rank 1 records its steps with error_1 of step"),
-    "sum": ("with reduce torch.float64 (2,)", "with reduce torch.float64 (1,)"),
+    "sum": ("with sum torch.float64 (2,)", "with sum torch.float64 (1,)"),
     "reinitialised": ("drawn anew on each rank",),
 }
 """What the sentence says of calls that the ranks do not make alike."""

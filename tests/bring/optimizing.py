@@ -366,6 +366,19 @@ def average_of_weights(session: Any, how: str) -> Numbers:
     return [checksum(model, average), int(average.n_averaged)]
 
 
+@loop(accumulated=TOLD, resumed=SKIPPED, quick=True)
+def average_in_each_micro_batch(session: Any, how: str) -> Numbers:
+    """Update an average beside optimizer.step(), which acts once in a batch."""
+    model, optimizer, loader = trio(session)
+    average = session.prepare(copy.deepcopy(model).requires_grad_(False))
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+            for own, weight in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(weight.detach(), 0.1)
+    return [checksum(model), checksum(average)]
+
+
 @loop("prepared", quick=True)
 @loop("copied", resumed=SKIPPED)
 def target_net(session: Any, how: str) -> Numbers:

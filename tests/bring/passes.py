@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
-from .common import FEATURES, arrays, checksum, descend, error, limited, regression, trio
+from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, trio
 
 
 @loop("two", quick=True)
@@ -531,3 +531,17 @@ def epochs_again(session: Any, how: str) -> Numbers:
             for x, y in loader:
                 descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
+
+
+@loop(resumed=SKIPPED)
+def loader_of_each_epoch(session: Any, how: str) -> Numbers:
+    """Prepare a new loader in each epoch, as over the samples of a rollout."""
+    model = seeded(mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = session.prepare(model, optimizer)
+    for epoch in session.epochs(3):
+        x, y = arrays()
+        loader = session.prepare(DataLoader(TensorDataset(x + epoch, y), batch_size=6))
+        for batch in loader:
+            descend(session, optimizer, error(model, *batch))
+    return [checksum(model), session.step]

@@ -157,4 +157,4 @@ def watched(world: World) -> str:
 
 def test_a_watch_ends_alike_on_all_ranks(pool: RankPool) -> None:
     (sentence,) = set(pool.run(2, watched))
-    assert "other ones on each rank" in sentence
+    assert "different random numbers on each rank" in sentence

@@ -111,8 +111,8 @@ def test_fewer_ranks_take_more_micro_batches_where_memory_forbids_larger_shares(
         pool.run(ranks, _went_on, tmp_path / "run", asked | {"max_steps": steps})
     starts = events(tmp_path / "run", "start")
     assert [(row["plan"]["ranks"], row["plan"]["accumulation"]) for row in starts] == [(3, 1), (2, 2)]
-    (told,) = [line for line in starts[1]["lines"] if "cut into 2 global micro-batches" in line]
-    assert ("another model" in told) == is_another
+    (line,) = [line for line in starts[1]["lines"] if "a batch has 2 global micro-batches from here on" in line]
+    assert ("the model changes" in line) == is_another
     if not is_another:
         whole = curve(pool, tmp_path / "whole", 1, **MLP, batch=60, epochs=1, max_steps=24)
         assert apart(of_run(tmp_path / "run"), whole) < 1e-9

@@ -120,7 +120,7 @@ def test_an_error_of_a_script_alone_looks_as_under_python(tmp_path: Path) -> Non
 def test_a_data_worker_that_would_run_an_unguarded_script_is_told(tmp_path: Path) -> None:
     ended = _alone(tmp_path, "read", guard="True")
     assert ended.code == 1
-    assert 'put what the script does under `if __name__ == "__main__":`' in ended.err
+    assert 'put the script\'s code under `if __name__ == "__main__":`' in ended.err
 
 
 def test_an_error_is_told_where_another_excepthook_has_taken_its_place(tmp_path: Path) -> None:

@@ -670,3 +670,27 @@ def test_a_data_set_that_counts_is_told_after_the_first_step(tmp_path: Path) -> 
     told = [row["text"] for row in events(tmp_path / "run", "warning")]
     assert len(told) == 1
     assert "The data set changes its attribute reads as it is read" in told[0]
+
+
+def test_a_closed_session_leaves_the_users_objects_as_they_were() -> None:
+    ours = session(World.alone(), accumulate=2)
+    layer = nn.Linear(108, 4)
+    model = nn.Sequential(nn.Flatten(), layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    objects = (model, optimizer, schedule, scaler)
+    before = [{*vars(item)} for item in objects]
+    *_, loader = ours.prepare(*objects, DataLoader(images(), batch_size=20))
+    with ours:
+        for _ in ours.epochs(1):
+            for batch in loader:
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+                schedule.step()
+    added = {name for item, names in zip(objects, before, strict=True) for name in {*vars(item)} - names}
+    assert added <= {"_opt_called"}  # by torch's schedule
+    weights = layer.weight.detach().clone()
+    loss_of(model, next(iter(DataLoader(images(), batch_size=20)))).backward()
+    optimizer.step()
+    assert not torch.equal(weights, layer.weight)

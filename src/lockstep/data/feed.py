@@ -9,6 +9,7 @@ Detecting a draw takes 0.1 ms per batch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import multiprocessing
@@ -259,12 +260,22 @@ class Feed:
         try:
             yield from answers
         except (RuntimeError, OSError, EOFError) as error:  # the batch that it was sending is lost
-            if self._unsent is None or self._unsent.empty():
+            report = self._read_unsent()
+            if report is None:
                 raise
-            raise RunError(f"A data worker could not send its batch to the rank: {self._unsent.get()}") from error
+            with contextlib.suppress(RuntimeError):  # the handler's, where it comes late
+                self.close()
+            raise RunError(f"A data worker could not send its batch to the rank: {report}") from error
         finally:
             if not self._stays:
                 self.close()
+
+    def _read_unsent(self) -> Any:
+        """Return the report of a batch that a worker could not send; None without one."""
+        for _ in range(3):  # torch's handler of SIGCHLD raises once per ended worker, wherever this process is
+            with contextlib.suppress(RuntimeError):
+                return None if self._unsent is None or self._unsent.empty() else self._unsent.get()
+        return None
 
     def close(self) -> None:
         """End the workers and wait for them. Workers stuck in a sample are killed after seconds."""

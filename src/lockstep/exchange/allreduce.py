@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import RequestError
 from ..world.world import World
-from .base import Exchange, Header, Part, Pass, check_details, check_match, on_device
+from .base import PARAMETERS, Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
@@ -166,6 +166,8 @@ class AllReduce(Exchange):
         if trained == self._trained:
             return
         self._trained = trained
+        checksum = zlib.crc32(bytes(trained))
+        self.meet(Header(PARAMETERS, 0), [f"{sum(trained)} of {len(trained)}, with checksum {checksum:x}"])
         numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
         self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
         self._place = {

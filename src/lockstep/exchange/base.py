@@ -40,6 +40,7 @@ KINDS = (
     "calls session.backward outside of a loader's loop",
     "saves",
     "closes its session or has ended its script",
+    "begins to train other parameters than before",
 )
 (
     END_EPOCH,
@@ -50,6 +51,7 @@ KINDS = (
     BACKWARD,
     SAVE,
     CLOSE,
+    PARAMETERS,
 ) = range(len(KINDS))
 
 

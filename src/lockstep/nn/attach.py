@@ -75,11 +75,13 @@ def attach(owner: Any, name: str, wrapper: Wrapper, *, copies: bool = False) -> 
     return attached
 
 
-def gate_schedule(schedule: Any, is_open: Callable[[], bool]) -> None:
+def gate_schedule(schedule: Any, is_open: Callable[[], bool]) -> list[Attached]:
     """Make a schedule step only while `is_open()`. Its state stays unchanged."""
-    attach(schedule, "step", lambda step, *args, **kwargs: step(*args, **kwargs) if is_open() else None)
-    attach(
-        schedule,
-        "state_dict",
-        lambda state, *args: {key: item for key, item in state(*args).items() if not isinstance(item, Attached)},
-    )
+    return [
+        attach(schedule, "step", lambda step, *args, **kwargs: step(*args, **kwargs) if is_open() else None),
+        attach(
+            schedule,
+            "state_dict",
+            lambda state, *args: {key: item for key, item in state(*args).items() if not isinstance(item, Attached)},
+        ),
+    ]

@@ -277,7 +277,7 @@ class Loop:
         pending, step = self.meter.pending, self.position.step
         pending.values.sort(key=lambda value: value[:2])  # ranks may log in another order
         first = step + 1 - len(pending.rows)
-        names = [f"{name} of step {first + number}" for number, name, _ in pending.values]
+        names = [f"{name} of step {first + number}" for number, name, *_ in pending.values]
         self.prepared.exchange.meet(Header(RECORD, step), names)
         stopping, non_finite = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
         if non_finite is not None:

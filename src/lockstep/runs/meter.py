@@ -46,7 +46,8 @@ class Pending:
 
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)  # step, epoch, lr, samples
     losses: list[Tensor] = field(default_factory=list)
-    values: list[tuple[int, str, Tensor]] = field(default_factory=list)  # index of the row, name, this rank's sum
+    values: list[tuple[int, str, Tensor, int]] = field(default_factory=list)
+    """Index of the row, name, this rank's sum, and the samples on all ranks that the sums span."""
     wait_s: float = 0.0  # waited for data
     last: tuple[Tensor, Tensor] | None = None  # (logits, labels) of the last micro-batch, for the training accuracy
 
@@ -78,11 +79,11 @@ class Meter:
         pending.rows.append((step, epoch, lr, samples))
         pending.losses.append(loss)
         if norm is not None:
-            pending.values.append((len(pending.rows) - 1, _NORM, norm))
+            pending.values.append((len(pending.rows) - 1, _NORM, norm, 0))
 
-    def note(self, name: str, value: Tensor) -> None:
-        """Note a value of the current step. `value` (0-dim) is this rank's sum over its samples."""
-        self.pending.values.append((len(self.pending.rows), name, value))
+    def note(self, name: str, value: Tensor, samples: int) -> None:
+        """Note a value of the current step. `value` (0-dim) is this rank's sum; all ranks have `samples`."""
+        self.pending.values.append((len(self.pending.rows), name, value, samples))
 
     @property
     def ends_interval(self) -> bool:
@@ -108,7 +109,7 @@ class Meter:
         proposal = min(self._log_every, max(1, round(_INTERVAL_S * steps / elapsed_s)))
         numbers = [hits, samples_seen, float(stop), float(proposal)]
         extras = torch.tensor(numbers, dtype=torch.float64, device=losses.device)
-        values = [value.to(losses.device, torch.float64) for *_, value in pending.values]
+        values = [value.to(losses.device, torch.float64) for _, _, value, _ in pending.values]
         message = torch.cat([losses, extras, *([torch.stack(values)] if values else [])])
         by_rank: list[list[float]] = self._world.stack(message).tolist()
         sums = [sum(column, 0.0) for column in zip(*by_rank, strict=True)]
@@ -147,11 +148,16 @@ class Meter:
             for (step, epoch, lr, samples), loss in zip(pending.rows, sums, strict=False)
         ]
         last_values: dict[str, float] = {}
-        for position, (number, name, _) in enumerate(pending.values, start=len(rows) + _EXTRAS):
-            if number < len(rows):  # values after the last complete step belong to no row
-                # Every rank has the norm of all ranks' gradients.
-                value = main_parts[position] if name == _NORM else sums[position] / rows[number]["samples"]
-                rows[number][name] = last_values[name] = rows[number].get(name, 0.0) + value
+        means: dict[tuple[int, str], tuple[float, int]] = {}
+        for position, (number, name, _, samples) in enumerate(pending.values, start=len(rows) + _EXTRAS):
+            if number >= len(rows):  # values after the last complete step belong to no row
+                continue
+            if name == _NORM:  # every rank has that of all ranks' gradients
+                rows[number][name] = last_values[name] = main_parts[position]
+            else:
+                total, count = means.get((number, name), (0.0, 0))
+                means[number, name] = total, count = total + sums[position], count + samples
+                rows[number][name] = last_values[name] = total / count
         return rows, last_values
 
     def _sample_telemetry(self) -> dict[str, float | int]:

@@ -37,7 +37,7 @@ def _reduce(
     """Reduce a value over the ranks. `neutral(dtype)` replaces a value that does not count."""
     is_tensor = isinstance(value, Tensor)
     tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=world.device)
-    meet("reduce", tensor.dtype, tuple(tensor.shape))
+    meet(reduce.__name__, tensor.dtype, tuple(tensor.shape))
     result = reduce(tensor if neutral is None else torch.full_like(tensor, neutral(tensor.dtype)))
     if is_tensor:
         return result

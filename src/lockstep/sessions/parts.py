@@ -8,6 +8,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def check_plain(model: nn.Module) -> None:
             )
 
 
-def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
+def place(model: nn.Module, world: World, precision: Precision, held: ExitStack) -> nn.Module:
     """Place the model on this rank's device with rank 0's weights (*collective*).
 
     `forward` and the class's other public methods compute in `precision`.
@@ -71,7 +72,7 @@ def place(model: nn.Module, world: World, precision: Precision) -> nn.Module:
     if precision.name in ("bf16", "fp16"):
         for owner in {id(module): module for module in (model, _torch.inner(model))}.values():
             for name in ("forward", *_methods(type(owner))):
-                attach(owner, name, compute, copies=True)
+                held.callback(attach(owner, name, compute, copies=True).remove)
     return model
 
 
@@ -107,8 +108,11 @@ class ForwardHook:
         return ForwardHook()
 
 
-def replace_step(optimizer: Optimizer, wrapper: Callable[[Optimizer, Callable[[], Any], Any], Any]) -> None:
-    """Make `optimizer.step(closure)` call `wrapper(optimizer, original step, closure)`."""
+def replace_step(
+    optimizer: Optimizer, wrapper: Callable[[Optimizer, Callable[[], Any], Any], Any]
+) -> Callable[[], None]:
+    """Make `optimizer.step(closure)` call `wrapper(optimizer, original step, closure)`; return how to undo that."""
+    replaced = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
     method = optimizer.step
     original = method if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
 
@@ -119,6 +123,15 @@ def replace_step(optimizer: Optimizer, wrapper: Callable[[Optimizer, Callable[[]
     optimizer.step = types.MethodType(functools.update_wrapper(step, method), optimizer)  # type: ignore[method-assign]
     if type(optimizer).zero_grad is Optimizer.zero_grad:
         optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    ours = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
+
+    def restore() -> None:
+        for name, method in ours.items():
+            if vars(optimizer).get(name) is method:  # else a schedule, made later, has wrapped it
+                vars(optimizer).pop(name)
+                vars(optimizer).update({name: replaced[name]} if name in replaced else {})
+
+    return restore
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -97,7 +97,7 @@ class Session:
             seed_weights(config.seed)
         else:
             for optimizer in prepared.optimizers:
-                parts.replace_step(optimizer, self._stepper.step)
+                self._resources.callback(parts.replace_step(optimizer, self._stepper.step))
 
     @property
     def rank(self) -> int:
@@ -158,7 +158,7 @@ class Session:
                     sync_batchnorm.convert(part, self.world)
                     self._resources.callback(sync_batchnorm.restore, part)
             number = len(prepared.models) + 1
-            part = parts.place(part, self.world, self.precision)
+            part = parts.place(part, self.world, self.precision, self._resources)
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
             prepared.exchange.attach(part)
             self._watch(part)
@@ -201,7 +201,7 @@ class Session:
         for optimizer in parts.with_inner(outer):
             if optimizer not in prepared.optimizers:
                 prepared.optimizers.append(optimizer)
-                parts.replace_step(optimizer, self._stepper.step)
+                self._resources.callback(parts.replace_step(optimizer, self._stepper.step))
             if optimizer is not outer:
                 prepared.inner.add(optimizer)
 
@@ -219,7 +219,7 @@ class Session:
                 self._scaled = weakref.ref(scaled), outputs.detach()
             return scaled
 
-        attach(scaler, "scale", scale)
+        self._attach(scaler, "scale", scale)
 
     def _watch(self, model: nn.Module) -> None:
         """Report the inputs and outputs of the model's forward to the passes over loaders."""
@@ -234,17 +234,18 @@ class Session:
             self._averages = AverageWatch(self.prepared)
             # Methods to call once per global batch act at its end, as optimizers do.
             for optimizer in self.prepared.optimizers:
-                attach(optimizer, "zero_grad", self._at_last)
+                self._attach(optimizer, "zero_grad", self._at_last)
             for model in self.prepared.models.values():
-                attach(model, "zero_grad", self._at_last)
+                self._attach(model, "zero_grad", self._at_last)
             for part in (*self.prepared.stateful_objects, *self.prepared.models.values()):
                 if isinstance(part, LRScheduler):
-                    gate_schedule(part, lambda: self._stepper.is_whole)
+                    for attached in gate_schedule(part, lambda: self._stepper.is_whole):
+                        self._resources.callback(attached.remove)
                 for name in ("update_parameters", "unscale_", "update"):
                     if isinstance(part, AveragedModel | GradScaler) and hasattr(part, name):
-                        attach(part, name, self._at_last)
+                        self._attach(part, name, self._at_last)
                 if isinstance(part, GradScaler):
-                    attach(part, "step", self._at_last)
+                    self._attach(part, "step", self._at_last)
         self.loop.begin(epochs)
         for loader in self._passes.loaders:
             loader.catch_up(self.loop.position.epochs)
@@ -253,6 +254,10 @@ class Session:
         self._first_step = FirstStep(
             self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
         )
+
+    def _attach(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a method of a user's object until the session ends."""
+        self._resources.callback(attach(owner, name, wrapper).remove)
 
     def _at_last(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs) if self._stepper.is_whole else None
@@ -451,9 +456,9 @@ class Session:
     def log(self, **values: Any) -> None:
         """Record values by name, in steps.jsonl and TensorBoard.
 
-        Within a training loop, values are means over this rank's share; the record is the mean over all samples of the
-        current step, and every rank gives the same names. The host does not wait for the device. Elsewhere rank 0's
-        values are recorded. Raises `RequestError` for reserved names, and within `evaluating`.
+        Within a training loop, values are means over this rank's share; the record is the mean over the step's samples
+        for which a value was logged, and every rank gives the same names. The host does not wait for the device.
+        Elsewhere rank 0's values are recorded. Raises `RequestError` for reserved names, and within `evaluating`.
         """
         if reserved := [name for name in values if name in _RESERVED]:
             raise RequestError(f"session.log was given {reserved[0]!r}, which records already have; use another name.")
@@ -470,7 +475,7 @@ class Session:
         for name, value in values.items():
             mean = on_device(value, self.device)
             size = current.share.size
-            loop.meter.note(name, mean * size if size else torch.zeros_like(mean))
+            loop.meter.note(name, mean * size if size else torch.zeros_like(mean), current.share.rows)
 
     def score(self, value: float) -> None:
         """Record a score of the current weights, equal on every rank; higher is better.
