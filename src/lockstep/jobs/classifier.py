@@ -65,7 +65,7 @@ class Classifier:
         else:
             total, logits = self._job.loss(x, y)
             loss = total / len(y)
-        self._session.backward(loss, batch=x)
+        self._session.backward(loss)
         return logits.detach(), y
 
     def _first_share(self) -> Micro:

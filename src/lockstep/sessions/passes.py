@@ -142,7 +142,7 @@ class Passes:
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
                 handed.epoch, handed.place, handed.indices = epoch, place, micro.indices
                 index += 1
-                if self.shares.hand_out(handed, micro.batch):
+                if self.shares.hand_out(handed, None if self._prepared.is_recipe else micro.batch):
                     self._stand_in()
                     self._draws.begin(handed, watches=counts and loop.has_begun)
                 if counts and not place and loop.is_running:

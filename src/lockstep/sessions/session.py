@@ -359,7 +359,7 @@ class Session:
                 "session.backward was called, and session.prepare was given no model, so that each rank would train a "
                 "separate model: give it model, optimizer and loader."
             )
-        handed = shares.take(loss, batch)
+        handed = shares.take_current() if self.prepared.is_recipe else shares.take(loss, batch)
         self._draws.come_to(handed)
         if handed is not None and not handed.counts:
             raise RequestError(

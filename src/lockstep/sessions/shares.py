@@ -214,6 +214,13 @@ class Shares:
             self._use(self.current)
         return self.current
 
+    def take_current(self) -> Handed | None:
+        """Return the current share, for a loop that trains each batch before it reads the next."""
+        self._is_sure = True
+        if self.current is not None:
+            self._use(self.current)
+        return self.current
+
     def _use(self, handed: Handed) -> None:
         if handed.is_used:
             return
