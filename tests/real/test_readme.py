@@ -56,9 +56,8 @@ def test_training_from_python(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "runs" / "digits-resnet8" / "summary.json").read_text())
     assert done.stdout.splitlines()[-1] == f"{summary['top1']} runs/digits-resnet8"
 
-    told = run(code.replace('if __name__ == "__main__":', "if True:")).stderr.splitlines()
-    (error,) = told
-    assert error.startswith("lockstep: Each rank imports the script that starts the ranks")
+    error = run(code.replace('if __name__ == "__main__":', "if True:")).stderr.splitlines()[-1]
+    assert error.startswith("lockstep.errors.RequestError: Each rank imports the script that starts the ranks")
     assert 'under `if __name__ == "__main__":`' in error
 
 
