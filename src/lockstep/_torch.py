@@ -182,7 +182,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """Copy the module tree, with shared parameters and copied buffers.
+    """Copy the module tree, with the same parameters and copied buffers.
 
     torch's `replicate` copies to GPUs only.
     """
@@ -194,7 +194,6 @@ def replicate(module: nn.Module) -> nn.Module:
             name: moved_to(copy) if (moved_to := getattr(value, "moved_to", None)) else value
             for name, value in original.__dict__.items()
         }
-        copy._parameters = original._parameters.copy()
         copy._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in original._buffers.items()}
         copies[original] = copy
     for original, copy in copies.items():
@@ -205,9 +204,9 @@ def replicate(module: nn.Module) -> nn.Module:
 def end_workers(iterator: Any) -> None:
     """End a DataLoader's workers now, and wait for them.
 
-    Otherwise they live as long as the iterator, which an exception's traceback may keep alive.
+    Otherwise they live as long as the iterator, which an exception's traceback may keep alive. Its finaliser ends them.
     """
-    if end := getattr(iterator, "_shutdown_workers", None):
+    if end := getattr(iterator, "__del__", None):
         end()
 
 
