@@ -226,6 +226,10 @@ what ranks come to is not compared: exchange/allreduce.py
 a micro-batch has no number: sessions/stepper.py
 - header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
 + header = Header(base.pass_kind(handed.epoch, handed.place), 0)
+= ranks/test_bring.py::test_calls_that_differ_are_named[frozen]
+ranks that train other parameters are not told apart: exchange/allreduce.py
+- self._trained_checksum = zlib.crc32(bytes(trained))
++ self._trained_checksum = 0
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[accumulate_by_hand-2-2-1]
 gradients of the batch before are lost: exchange/batch.py
 - for parameter, hidden in self._hidden:

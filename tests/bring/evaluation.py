@@ -295,6 +295,7 @@ UNEVEN = {
     "names": ("rank 0 records its steps with error_0 of step", "rank 1 records its steps with error_1 of step"),
     "sum": ("with sum torch.float64 (2,)", "with sum torch.float64 (1,)"),
     "reinitialised": ("drawn anew on each rank",),
+    "frozen": ("rank 0 trains micro-batch 1 of epoch 0", "with the trainable parameters"),
 }
 """What the sentence says of calls that the ranks do not make alike."""
 
@@ -306,6 +307,8 @@ def uneven_calls(session: Any, how: str) -> Numbers:
     test = DataLoader(regression(12), batch_size=4)
     for epoch in session.epochs(2):
         for x, y in loader:
+            if how == "frozen" and session.step == 1 and not session.is_main:
+                model[0].weight.requires_grad_(False)
             loss = error(model, x, y)
             descend(session, optimizer, loss)
             if how == "value" and session.is_main:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import RequestError
 from ..world.world import World
-from .base import PARAMETERS, Exchange, Header, Part, Pass, check_details, check_match, on_device
+from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
@@ -59,6 +59,7 @@ class AllReduce(Exchange):
         self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
         self._hooks: dict[nn.Parameter, Any] = {}
         self._trained: list[bool] = []  # which parameters the buckets cover
+        self._trained_checksum = 0
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
@@ -102,6 +103,9 @@ class AllReduce(Exchange):
         """See `Exchange.backward`."""
         self._lay_out()
         part = backward_pass.part
+        # Ranks that train other parameters have other buckets, whose sums would be of unlike gradients.
+        own = backward_pass.header
+        own = own._replace(part=own.part + MOST_PARTS * self._trained_checksum)
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
@@ -110,7 +114,7 @@ class AllReduce(Exchange):
         self._works, self._queue = {}, []
         header: tuple[Tensor, dist.Work | None] | None = None
         if backward_pass.is_last and self._memory is None:
-            header = self._start_header(backward_pass.header, backward_pass.weight)
+            header = self._start_header(own, backward_pass.weight)
             if plan is not None and self._overlap:
                 self._queue, self._missing = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = backward_pass
@@ -121,7 +125,7 @@ class AllReduce(Exchange):
             self._pass = None
         if not backward_pass.is_last:
             return None
-        header = header or self._start_header(backward_pass.header, backward_pass.weight)
+        header = header or self._start_header(own, backward_pass.weight)
         return self._finish(part, plan, header)
 
     def divide(self, part: Part, divisor: Tensor) -> None:
@@ -166,8 +170,7 @@ class AllReduce(Exchange):
         if trained == self._trained:
             return
         self._trained = trained
-        checksum = zlib.crc32(bytes(trained))
-        self.meet(Header(PARAMETERS, 0), [f"{sum(trained)} of {len(trained)}, with checksum {checksum:x}"])
+        self._trained_checksum = zlib.crc32(bytes(trained))
         numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
         self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
         self._place = {
@@ -239,7 +242,7 @@ class AllReduce(Exchange):
             rows, work = header
             if work is not None:
                 work.wait()
-            self._check(rows, is_read=False)
+            self._check(rows, is_read=plan is None)  # the host then waits in any case
             idle = [] if plan is None else self._still_idle(part, plan)
             for position in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
                 if position not in self._works and position not in idle:

@@ -28,7 +28,7 @@ class Header(NamedTuple):
     number: int
     """Global micro-batch of the pass, or optimizer step."""
     part: int = 0
-    """Number of the backward pass of this micro-batch, or a checksum of a call's details."""
+    """Number of the backward pass of this micro-batch (see `MOST_PARTS`), or a checksum of a call's details."""
 
 
 KINDS = (
@@ -40,7 +40,6 @@ KINDS = (
     "calls session.backward outside of a loader's loop",
     "saves",
     "closes its session or has ended its script",
-    "begins to train other parameters than before",
 )
 (
     END_EPOCH,
@@ -51,11 +50,12 @@ KINDS = (
     BACKWARD,
     SAVE,
     CLOSE,
-    PARAMETERS,
 ) = range(len(KINDS))
 
 
 _MOST_PASSES = 1 << 16  # over an epoch's data
+MOST_PARTS = 1 << 16
+"""Backward passes per micro-batch; above it, a header's `part` has a checksum of the parameters that train."""
 
 
 @dataclass
@@ -173,7 +173,8 @@ def check_match(rows: Sequence[Sequence[float]], step: int) -> None:
     first = rows[0]
     for rank, row in enumerate(rows):
         if row != first:
-            raise _mismatch_error(step, _describe(first), rank, _describe(row))
+            names_set = row[0] == first[0] and row[2] // MOST_PARTS != first[2] // MOST_PARTS
+            raise _mismatch_error(step, _describe(first, names_set), rank, _describe(row, names_set))
 
 
 def check_details(kind: int, details: Sequence[Sequence[str]], step: int) -> None:
@@ -199,14 +200,16 @@ def _mismatch_error(step: int, first: str, rank: int, other: str) -> RunError:
     )
 
 
-def _describe(row: Sequence[Any]) -> str:
+def _describe(row: Sequence[Any], names_set: bool) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
         return KINDS[kind]
     epoch, again = divmod(-1 - kind, _MOST_PASSES)
     of_pass = f", pass {again + 1} over the data" if again else ""
-    loss = f", with loss {part + 1} of it" if part else ""
-    return f"trains micro-batch {index} of epoch {epoch}{of_pass}{loss}"
+    trained, number = divmod(part, MOST_PARTS)
+    loss = f", with loss {number + 1} of it" if number else ""
+    parameters = f", with the trainable parameters {trained:x}" if names_set else ""
+    return f"trains micro-batch {index} of epoch {epoch}{of_pass}{loss}{parameters}"
 
 
 def pass_kind(epoch: int, again: int) -> int:
