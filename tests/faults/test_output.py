@@ -35,6 +35,7 @@ def test_all_that_ranks_and_their_workers_say_is_in_the_run_folder(
     assert "done after 5 steps" in kept[0]
 
 
+@pytest.mark.long
 def test_a_character_that_the_console_lacks_is_a_question_mark_of_a_scripts_ranks_too(tmp_path: Path) -> None:
     script = "import lockstep\nsession = lockstep.session()\nprint(f'rank {session.rank} × 2')\nsession.close()\n"
     (tmp_path / "train.py").write_text(script, encoding="utf-8")

@@ -66,6 +66,7 @@ def test_several_ranks_equal_one_process(
     assert from_alone(pool, tmp_path, ranks, values, **options) < LAW
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_compiled_model_is_the_same_model(pool: RankPool, tmp_path: Path) -> None:
     # 37 samples an epoch, in batches of 18, 18 and 1: on the second rank, a sample stands in once.

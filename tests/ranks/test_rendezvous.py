@@ -50,7 +50,7 @@ def _heard(
     return told
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "file"])
+@pytest.mark.parametrize("scheme", ["tcp", pytest.param("file", marks=pytest.mark.long)])
 def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     def hear(*members: Member, timeout_s: float = 20) -> list[str]:
         return _heard(openers_at(scheme, tmp_path, [member.rank for member in members]), members, timeout_s)

@@ -35,7 +35,7 @@ except lockstep.RunError as error:
 """
 
 
-@pytest.mark.parametrize("way", ["stdin", pytest.param("ipython", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) for way in ("stdin", "ipython")])
 def test_a_function_of_a_notebook_runs_on_several_ranks(way: str, tmp_path: Path) -> None:
     asked = ("cloudpickle", "IPython")[: 2 if way == "ipython" else 1]
     need([name for name in asked if importlib.util.find_spec(name) is None])

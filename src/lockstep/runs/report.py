@@ -41,7 +41,9 @@ def describe_start(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
     if world.shared_memory_reason and world.memory is None:
         lines.append(f"gloo, since {world.shared_memory_reason}")
     if source is None and world.size > 1:
-        lines.append("no loader was prepared: each rank makes its own batches, which together are the global batch")
+        lines.append(
+            "no loader is prepared so far: without one, each rank makes its own batches, which together are the global batch"
+        )
     if prepared.batchnorm == "local" and prepared.replicas > 1:
         lines.append("batch statistics per replica: the model depends on the number of replicas")
     if isinstance(source, SharedLoader) and source.workers < source.loader.num_workers:
