@@ -42,7 +42,8 @@ def describe_start(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         lines.append(f"gloo, since {world.shared_memory_reason}")
     if source is None and world.size > 1:
         lines.append(
-            "no loader is prepared so far: without one, each rank makes its own batches, which together are the global batch"
+            "no loader is prepared so far: without one, each rank makes its own batches, which together are the "
+            "global batch"
         )
     if prepared.batchnorm == "local" and prepared.replicas > 1:
         lines.append("batch statistics per replica: the model depends on the number of replicas")
