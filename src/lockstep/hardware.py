@@ -20,6 +20,8 @@ import psutil
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
 _MALLOPT = {-3: 2**28, -1: 2**31 - 1}
 """`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of malloc.h, in bytes."""
+keeps_freed_memory = False
+"""Whether this process's malloc was set by `keep_freed_memory`."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,11 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
     By default it gives large blocks back at once, so that the tensors of each step cost thousands of page faults: a
     tenth to a quarter of a small convolutional net's step, and in each process another part (mallopt(3)).
     """
+    global keeps_freed_memory
     if any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", ""):
         return
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        keeps_freed_memory = True
         for option, size_bytes in _MALLOPT.items():
             mallopt(option, size_bytes)
 

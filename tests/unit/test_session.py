@@ -695,3 +695,69 @@ def test_a_closed_session_leaves_the_users_objects_as_they_were() -> None:
     nn.functional.cross_entropy(model(x.double()), y).backward()
     optimizer.step()
     assert not torch.equal(weights, layer.weight)
+
+
+def test_evaluations_that_are_under_way_together_end_in_any_order() -> None:
+    ours, model, *_ = loop()
+    model.train()
+    for (x, _), (other, _) in zip(
+        *[ours.evaluating(DataLoader(images(), batch_size=20)) for _ in range(2)], strict=False
+    ):
+        assert (torch.is_grad_enabled(), model.training) == (False, False)
+        torch.testing.assert_close(x, other)
+    assert (torch.is_grad_enabled(), model.training) == (True, True)
+    ours.log(accuracy=1.0)
+
+
+class _Count:
+    """Counts. Its state has `steps`, not `seen`."""
+
+    def __init__(self) -> None:
+        self.steps = self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class _KeepsWeight(nn.Linear):
+    def load_state_dict(self, state: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        return super().load_state_dict(state | {"weight": self.weight.detach()}, *arguments, **options)
+
+
+class _Raises(nn.Linear):
+    def load_state_dict(self, state: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        raise KeyError("old-name")
+
+
+@pytest.mark.parametrize(
+    ("head", "counts", "told"),
+    [
+        (nn.Linear, "", []),
+        (_KeepsWeight, "", ["A copy of the model that loads this checkpoint differs in weight,"]),
+        (_Raises, "", ["No resumed run could load the checkpoint of the model: ", "KeyError: 'old-name'"]),
+        (nn.Linear, "seen", ["A copy of _Count that loads this checkpoint differs in seen,"]),
+        (nn.Linear, "scaler", ["The loop has a GradScaler that session.prepare was not given:"]),
+    ],
+)
+def test_what_no_resume_would_restore_is_told_at_the_first_save(
+    head: type[nn.Linear], counts: str, told: list[str], tmp_path: Path
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=counts == "scaler")
+    with session(World.alone(), output=str(tmp_path / "run")) as ours:
+        model = head(108, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader, count = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20), _Count())
+        for _ in ours.epochs(2):
+            for x, y in loader:
+                ours.backward(scaler.scale(nn.functional.cross_entropy(model(x.flatten(1)), y)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                count.steps += 1
+                count.seen += counts == "seen"
+    warnings = [row["text"] for row in events(tmp_path / "run", "warning")]
+    assert len(warnings) == bool(told), warnings
+    assert all(text in warnings[0] for text in told), warnings

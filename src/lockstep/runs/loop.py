@@ -78,7 +78,7 @@ class Loop:
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
-        self._is_stopping = self._has_recorded_checks = False
+        self._is_stopping = self._has_recorded_checks = self._has_compared = False
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: float | None = None  # of the current weights, if scored since the last save
         self._evaluation: dict[str, Any] = {}
@@ -397,6 +397,10 @@ class Loop:
         self.position.partial_s = self.meter.train_s - self._train_s
         pending = self.pending()
         state = self.prepared.state(self.position.step, pending=pending is not None and pending["is_held"])
+        if self._world.is_main and not self._has_compared:
+            self._has_compared = True
+            for sentence in self.prepared.compare_restored(state):
+                self.warn(sentence)
         meta = self.position.meta()
         if meta["scores"] is None and score is not None:
             meta["scores"] = {"top1": score}

@@ -38,6 +38,7 @@ from ..nn import sync_batchnorm
 from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.world import World
+from .restored import describe_differences, plain_copy
 
 _EXTRA_GROUP = "own"  # group of the tensors in the states of schedules and other user objects
 _CONTAINERS: dict[str, Any] = {
@@ -107,6 +108,7 @@ class Prepared:
     restored_settings: set[str] = field(default_factory=set)
     """Numeric optimizer settings that a checkpoint has replaced, such as `lr 0.1, not 0.05`."""
     _settings: list[list[dict[str, Any]]] = field(default_factory=list)  # initial ones by optimizer and parameter group
+    _fresh: list[Any] = field(default_factory=list)  # a plain copy of each stateful object before the loop, or None
 
     @property
     def source(self) -> Source | None:
@@ -160,6 +162,8 @@ class Prepared:
             )
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
+        if self.config.record.output is not None:
+            self._fresh = [plain_copy(item) for item in self.stateful_objects]
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, model in self.groups.items():
@@ -216,6 +220,13 @@ class Prepared:
                 if (gradient := parameter.grad) is not None:
                     tensors[f"gradients/{name}"] = gradient.to_dense() if gradient.is_sparse else gradient
         return State(tensors, meta)
+
+    def compare_restored(self, state: State) -> Iterator[str]:
+        """Yield a sentence per model or object of which a copy that loads `state`, just saved, differs from it."""
+        extra = _unpack(state.meta["extra"], state.tensors) or {}
+        models = {name: (model, state.part(name), extra.get(name)) for name, model in self.groups.items()}
+        saved = [_unpack(item, state.tensors) for item in state.meta.get("others", [])]
+        return describe_differences(models, list(zip(self.stateful_objects, self._fresh, saved, strict=False)))
 
     def load(self, state: State) -> None:
         """Restore `state` in place. Raises `RequestError` for a state of other parts or other data."""

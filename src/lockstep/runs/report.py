@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .. import hardware
 from ..config.schema import SPANNING_SCHEDULES
 from ..data.share import SharedLoader
 from ..errors import counted
@@ -29,6 +32,9 @@ def describe_start(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         "batchnorm": prepared.batchnorm,
         "accumulate": 1 if source is None else source.plan.accumulation,
         "ledger": config.proof.ledger,
+        "seed": str(config.seed),
+        "threads": torch.get_num_threads(),
+        "malloc": "keeps freed memory" if hardware.keeps_freed_memory else "",
     }
     if not prepared.is_recipe:
         optimizers = [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
@@ -17,8 +15,8 @@ from ..checks.digest import digest
 from ..data.share import SharedLoader, state_of
 from ..nn import sync_batchnorm
 from ..runs.prepared import Prepared
+from ..runs.restored import fingerprint
 
-_MOST_ITEMS = 1000  # of a list or dict to compare
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -31,8 +29,8 @@ class FirstStep:
         self._counts = dict(self._dataset_numbers())
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
 
-    def cautions(self) -> list[str]:
-        """Return a sentence per finding after the first step (*collective*)."""
+    def cautions(self, scaler: GradScaler | None) -> list[str]:
+        """Return a sentence per finding after the first step, which `scaler` made if any (*collective*)."""
         prepared, sentences = self._prepared, list[str]()
         world, source = prepared.world, prepared.source
         is_cut = source is not None and source.plan.accumulation > 1
@@ -69,6 +67,11 @@ class FirstStep:
             sentences.append(
                 "the optimizer has a learning-rate schedule that session.prepare was not given: no checkpoint holds "
                 "it, and it steps in each micro-batch; prepare it with its optimizer"
+            )
+        if saves and scaler is not None and scaler.is_enabled() and scaler not in prepared.stateful_objects:
+            sentences.append(
+                "the loop has a GradScaler that session.prepare was not given: no checkpoint holds its scale, and a "
+                "resumed run begins with the initial one; prepare it with the optimizer"
             )
         if not self._is_in_epochs and saves:
             sentences.append(
@@ -158,26 +161,8 @@ def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
                 continue
             attributes = {key: value for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
             for key, value in (attributes | dict(module.named_buffers(recurse=False))).items():
-                fingerprint = _fingerprint(value, saved)
-                if fingerprint is not None:
-                    yield f"{path}.{key}" if path else key, fingerprint
-
-
-def _fingerprint(value: Any, saved: set[int]) -> Any:
-    """Return a fingerprint that changes with the value; None for saved tensors and for other objects."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        if value.requires_grad or value.layout is not torch.strided or value.is_meta or value.data_ptr() in saved:
-            return None  # a parameter, an activation kept for inspection, or a buffer
-        return int(digest([value.detach()]))
-    if isinstance(value, np.ndarray):
-        return None if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple | deque | set) and len(value) <= _MOST_ITEMS:
-        return [_fingerprint(item, saved) for item in value]
-    return None
+                if (found := fingerprint(value, saved)) is not None:
+                    yield f"{path}.{key}" if path else key, found
 
 
 def _sum_text(buffer: Tensor) -> str:

@@ -46,7 +46,8 @@ class Passes:
         self._prepared_loaders: dict[int, weakref.ref[parts.Loader]] = {}  # by source: the loader that the loop has
         self._places: dict[int, int] = {}  # by source: its passes over this epoch, less one
         self._evaluation_loaders: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
-        self._evaluations = 0
+        self._evaluations = self._open_evaluations = 0
+        self._modes = contextlib.ExitStack()  # of the evaluations under way
         self._thread = threading.get_ident()
         self._refusal: RequestError | None = None  # raised in another thread, which may have swallowed it
         self._has_warned = self._has_warned_of_evaluation = False
@@ -262,12 +263,7 @@ class Passes:
         if loop.has_begun:
             loop.record_steps()
             loop.confirm()
-        with contextlib.ExitStack() as modes, world.progress.during("eval"):
-            for model in self._prepared.models.values():
-                modes.enter_context(evaluating(model))
-                if self._prepared.batchnorm == "local":
-                    world.broadcast(list(model.buffers()))
-            modes.enter_context(torch.no_grad())
+        with self._evaluating():
             try:
                 for micro in shared.shares():
                     self.evaluated_share = micro
@@ -277,7 +273,7 @@ class Passes:
                         counts.add(micro.indices)
                     yield micro.batch
             finally:
-                self.evaluated_share = outer_share
+                self.evaluated_share = outer_share if self._open_evaluations > 1 else None
         exchange.meet(Header(base.END_EVALUATION, self._evaluations))
         self._evaluations += 1
         self.compare()
@@ -288,6 +284,27 @@ class Passes:
             check.end_evaluation(counts, shared.samples or 0, loop.position.step)
         if loop.has_begun:
             loop.start_clock()
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluate the models without gradients until the last evaluation ends (*collective*).
+
+        The two evaluations of `zip(session.evaluating(a), session.evaluating(b))` end in the order in which they began.
+        """
+        if not self._open_evaluations:
+            self._modes.enter_context(self._world.progress.during("eval"))
+            for model in self._prepared.models.values():
+                self._modes.enter_context(evaluating(model))
+                if self._prepared.batchnorm == "local":
+                    self._world.broadcast(list(model.buffers()))
+            self._modes.enter_context(torch.no_grad())
+        self._open_evaluations += 1
+        try:
+            yield
+        finally:
+            self._open_evaluations -= 1
+            if not self._open_evaluations:
+                self._modes.close()
 
     def _warn_of_evaluation(self, shared: SharedLoader) -> None:
         untracked = [name for model in self._prepared.models.values() for name in sync_batchnorm.untracked(model)]

@@ -55,6 +55,8 @@ _RESERVED = (
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """Names of the fields that records already have."""
+_NO_GRADIENT = (AttributeError, TypeError, AssertionError)
+"""Errors of code, and of a GradScaler, that reads a gradient which is None."""
 
 
 class Session:
@@ -312,7 +314,7 @@ class Session:
         first, self._first_step = self._first_step, None
         if first is not None:
             self._passes.compare()
-            for caution in first.cautions():
+            for caution in first.cautions(self._stepper.scaler):
                 loop.warn(caution)
         if warning := self._draws.end_step(loop.position.step):
             loop.warn(warning)
@@ -497,10 +499,14 @@ class Session:
         self._is_closed = True
         share = self._stepper.share
         is_within = share is not None and not share.share.last
-        if is_within and isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
+        if (
+            is_within
+            and isinstance(error, _NO_GRADIENT)
+            and any(text in str(error) for text in ("NoneType", "inf checks"))
+        ):
             error.add_note(
                 "a gradient is None until the global batch's last micro-batch: put code that changes gradients under "
-                "`if session.is_last`"
+                "`if session.is_last`, and give a GradScaler to session.prepare"
             )
         self._draws.end()
         try:

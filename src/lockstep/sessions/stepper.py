@@ -7,10 +7,12 @@ the samples and the loss of all batches since the previous step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..errors import RequestError
@@ -34,6 +36,8 @@ class Stepper:
         """Backward passes outside of a loader's loop."""
         self.norm: Tensor | None = None
         """Norm of the gradients before the step, if the loop reports it."""
+        self.scaler: GradScaler | None = None
+        """The user's GradScaler that made the first step, if any."""
         self._loop, self._prepared, self._precision = loop, loop.prepared, loop.prepared.precision
         self._batch = GlobalBatch(self._prepared.exchange)
         self._after_step = stepped
@@ -43,7 +47,7 @@ class Stepper:
         self._parts_at_step = 0  # backward passes before the last optimizer step
         self._keeps_gradients: bool | None = None
         """Whether the loop adds to gradients after a step; None until a second epoch has begun."""
-        self._has_warned = False
+        self._has_warned = self._has_looked = False
         has_scaler = self._precision.scaler is not None
         self._unscale = (lambda: self._precision.unscale(self._prepared.optimizers)) if has_scaler else None
 
@@ -166,6 +170,8 @@ class Stepper:
             self._end(self.share, parts=self._parts_at_step)
         progress = self._prepared.world.progress
         progress.enter("step")
+        if not self._has_looked:
+            self._has_looked, self.scaler = True, _scaler_above()
         self._stepping = optimizer
         try:
             result = self._precision.step_one(optimizer, step)
@@ -240,3 +246,14 @@ def _weighed(handed: Handed | None, weight: float | Tensor | None) -> float | Te
     if handed is not None and not handed.share.size:
         return 0.0
     return weight.item() if isinstance(weight, Tensor) and not weight.is_cuda else weight
+
+
+def _scaler_above() -> GradScaler | None:
+    """Return the GradScaler whose `step` has called this optimizer's, if one has."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:  # other frames' locals, once read, keep a batch alive
+            scaler: GradScaler = frame.f_locals["self"]
+            return scaler
+        frame = frame.f_back
+    return None
