@@ -482,6 +482,26 @@ what is refused is started again: launchers/supervisor.py
 ranks that start again take up the run that was left: runs/opened.py
 - world.notes.write(_FIRST_CHECKPOINT, _last_checkpoint(path))
 + world.notes.write(_FIRST_CHECKPOINT, "")
+= ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[dropout_of_other_batches-kept-2-1]
+batches that the loop keeps have the draws of none: sessions/randomness.py
+- if self._global is None or handed is None or (handed is self._share and self._global.is_active):
++ if True:
+= ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[dropout_of_other_batches-ahead-noise-2-1]
+noise for one of two batches is that of the last one read: training/draws.py
+- if not self._is_alone and not self._is_certain():
++ if False:
+= ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[read_ahead_under_batchnorm-doubled-2-1]
+a stand-in sample counts in the statistics of a batch read before: sessions/passes.py
+- if assumed is None or assumed[0] is handed:
++ if True:
+= ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[mixed_samples-rolled-2-1]
+a collate function that mixes samples is not told: data/feed.py
+- return MIXES
++ return ""
+= ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[packed_tokens-unweighted-2-1]
+a batch of packed tokens is not told: data/feed.py
+- doubt = PACKS if len(tensor) > size else doubt
++ pass
 = unit/test_session.py::test_evaluations_that_are_under_way_together_end_in_any_order
 of two evaluations the last one to end seems to go on: sessions/passes.py
 - outer_share if self._open_evaluations > 1 else None

@@ -248,7 +248,7 @@ def rolled(batch: list[Pair]) -> Pair:
 
 
 @loop("pairs", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
-@loop("rolled", outcome=RIGHT | REFUSED | TOLD, alone=RIGHT, accumulated=RIGHT | REFUSED | TOLD)
+@loop("rolled", outcome=TOLD, alone=RIGHT, accumulated=TOLD, quick=True)
 def mixed_samples(session: Any, how: str) -> Numbers:
     """Mix samples of a batch in the collate function."""
     collate = mixed if how == "pairs" else rolled
@@ -265,7 +265,7 @@ def packed(batch: list[Tensor]) -> dict[str, Any]:
 
 
 @loop("weighted", quick=True)
-@loop("unweighted", outcome=RIGHT | REFUSED | TOLD, alone=RIGHT | TOLD)
+@loop("unweighted", outcome=TOLD, alone=RIGHT, accumulated=TOLD, quick=True)
 def packed_tokens(session: Any, how: str) -> Numbers:
     """Join the texts of a batch to one row of tokens."""
     generator = torch.Generator().manual_seed(2)

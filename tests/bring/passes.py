@@ -190,6 +190,22 @@ def read_ahead(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
+@loop("plain", accumulated=SKIPPED, quick=True)
+@loop("doubled", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED, quick=True)
+def read_ahead_under_batchnorm(session: Any, how: str) -> Numbers:
+    """Prefetch a batch, beside a last one of which some ranks have no sample, for a net with BatchNorm."""
+
+    def make() -> nn.Module:
+        normed = nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.BatchNorm1d(1), nn.Flatten())
+        return nn.Sequential(normed, nn.Linear(FEATURES, 1))
+
+    model, optimizer, loader = trio(session, make, data=regression(9), batch=8)
+    for _ in session.epochs(3):
+        for x, y in ahead(loader, 1):
+            descend(session, optimizer, error(model, x * 2 if how == "doubled" else x, y), batch=x)
+    return [checksum(model)]
+
+
 class Slices(Dataset[Any]):
     """A data set whose batches are slices of its memory."""
 
@@ -462,6 +478,36 @@ def update_bn_of_average(session: Any, how: str) -> Numbers:
     if how == "after":
         update_bn(loader, model)
     return [checksum(model)]
+
+
+@loop("ahead", "kept", quick=True, has_plain=False, draws="global")
+@loop("evaluated", accumulated=RIGHT | REFUSED, has_plain=False, draws="global")
+@loop("kept-noise", "replaced", outcome=RIGHT | REFUSED, has_plain=False, draws="global")
+@loop(
+    "ahead-noise",
+    outcome=REFUSED,
+    alone=RIGHT,
+    accumulated=RIGHT | REFUSED,
+    has_plain=False,
+    draws="global",
+    quick=True,
+)
+def dropout_of_other_batches(session: Any, how: str) -> Numbers:
+    """Draw dropout and noise for batches that were read before others, and after an evaluation."""
+    model, optimizer, loader = trio(
+        session, lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1)), shuffle=True
+    )
+    test, is_noisy = DataLoader(regression(7), batch_size=4), how not in ("ahead", "kept")
+    for _ in session.epochs(2):
+        batches: Iterable[Any] = ahead(loader, 1) if "ahead" in how else list(loader) if "kept" in how else loader
+        if how == "replaced":
+            batches = [(x + torch.randn_like(x), y.clone()) for x, y in batches]
+        for x, y in batches:
+            if how == "evaluated":
+                for inputs, _ in session.evaluating(test):
+                    model(inputs)
+            descend(session, optimizer, error(model, x, y + torch.randn_like(y) if is_noisy else y))
+    return [checksum(model), session.step]
 
 
 @loop("data", "statistics")

@@ -87,7 +87,7 @@ def _ended(error: BaseException) -> str:
     if failures.is_echo(error) or type(error).__name__ in ("RankLostError", "PeerLostError"):
         return _LOST
     if isinstance(error, ScriptError) or not isinstance(error, LockstepError):
-        return _FAILED
+        return _REFUSED if hasattr(error.__cause__ or error, "__notes__") else _FAILED  # our note has the way out
     return _LOST if isinstance(error, RunError) and "lost another rank" in str(error) else _REFUSED
 
 
@@ -252,7 +252,9 @@ def judge(result: Result, reference: Numbers, output: Path, accumulate: int, *, 
 
 
 def _told(output: Path) -> Outcome:
-    return TOLD if events(output, "warning") else Outcome.DIFFERENT
+    # That a run cannot be resumed explains no other numbers.
+    told = [row for row in events(output, "warning") if "cannot be resumed" not in row["text"]]
+    return TOLD if told else Outcome.DIFFERENT
 
 
 def _pair(one: Numbers, other: Numbers) -> str:

@@ -59,8 +59,8 @@ def train_later(world: World, name: str, batches: list[list[int]]) -> Trained:
             share = share_of(world, sizes)
             draws.begin(*share, number)
             losses.append((loss_of(name, model, *share), share))
-        for loss, share in losses:
-            draws.resume_share(*share)
+        for number, (loss, share) in enumerate(losses):
+            draws.begin(*share, number, 1)
             loss.backward()
     finally:
         draws.end()

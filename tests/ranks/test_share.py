@@ -57,10 +57,10 @@ def _compared(world: World, what: str) -> tuple[str, str]:
     """Return what comparing the ranks' data says, before and after the first batch."""
     streams = {"whole": _Stream(0, 1), "shared out": _Stream(world.rank, 2)}
     shared = SharedLoader(DataLoader(streams.get(what) or _Samples(what, world.rank), 6), world, seed=5)
-    before = shared.compare()
+    before = "".join(shared.compare())
     try:
         next(shared.micros(0))
-        return before, shared.compare()
+        return before, "".join(shared.compare())
     except RequestError as error:
         return before, str(error)
 

@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -41,6 +41,8 @@ from .source import Indices
 
 GENERATORS = 3
 """Number of generators, each with its own key: torch and NumPy have one algorithm, and would draw the same numbers."""
+MIXES, PACKS = "mixes", "packs"
+"""How a collate function makes batches: a sample depends on the others in its batch; a sample has several rows."""
 _WATCH_S = 1.0
 
 
@@ -62,10 +64,10 @@ def _import_name(name: str) -> Name:
 class Batches:
     """Batches of a map-style data set. The answer to a task (keys, indices, note) is (indices, note, batch).
 
-    Without a note, the answer has the samples' signatures in place of a batch. For a data set that `--data` names, a
-    sample's error is one sentence, instead of a trace through three processes. `check` is called with (index, sample)
-    for a batch's first sample, and for all samples of a batch that cannot be collated: a check takes as long as reading
-    the sample.
+    Without a note, the answer has (the samples' signatures, how they collate) in place of a batch. For a data set that
+    `--data` names, a sample's error is one sentence, instead of a trace through three processes. `check` is called with
+    (index, sample) for a batch's first sample, and for all samples of a batch that cannot be collated: a check takes as
+    long as reading the sample.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class Batches:
         """Return the collated batch, or a `LockstepError`: torch would add a trace to a raised one."""
         keys, indices, note = task
         try:
-            return indices, note, self.signatures(keys, indices) if note is None else self._read(keys, indices)
+            if note is None:
+                return indices, note, (self.signatures(keys, indices), self._collation(keys, indices))
+            return indices, note, self._read(keys, indices)
         except LockstepError as error:
             if not self._name:
                 raise
@@ -99,6 +103,19 @@ class Batches:
             [signature(self._sample(keys, indices[[position]])) for _ in range(2)] for position in range(len(indices))
         )
         return [first if is_alike(first, second) else None for first, second in pairs]
+
+    def _collation(self, keys: counter.UInt64, indices: Indices) -> str:
+        """Return how a batch differs from its halves that are collated apart: MIXES, PACKS or ""."""
+        middle = len(indices) // 2
+        if self._collate is collate_samples or not middle:
+            return ""
+        batches = []
+        with preserve_generators(), contextlib.suppress(Exception):  # it may need more samples
+            for part in (indices, indices[:middle], indices[middle:]):
+                samples = [self._sample(keys, part[[position]]) for position in range(len(part))]
+                seed(keys, ~int(indices[0]))
+                batches.append(self._collate(samples))
+        return _compare_halves(batches, len(indices)) if len(batches) == 3 else ""
 
     def _sample(self, keys: counter.UInt64, index: Indices) -> Any:
         """Return the uncollated sample at `index` (1,): a user's collate function may need several samples."""
@@ -194,7 +211,7 @@ class Stream(IterableDataset[Any]):
                 if not batch or (self._drop_last and total < size):
                     return
                 if step == self._first:
-                    answers.append((np.arange(0), None, [signature(sample) for sample in batch[:COMPARED]]))
+                    answers.append((np.arange(0), None, ([signature(sample) for sample in batch[:COMPARED]], "")))
                 shares = self._plan.batch_shares(total, self._rank) if step >= self._first else []
                 for share in shares:
                     start = step * size + share.start
@@ -319,6 +336,29 @@ def _exit_with_rank(rank: int) -> None:
     while os.getppid() == rank:
         time.sleep(_WATCH_S)
     os._exit(1)
+
+
+def _compare_halves(batches: Sequence[Any], size: int) -> str:
+    """Compare a batch of `size` samples with its two halves; see `Batches._collation`."""
+    doubt = ""
+    for tensor, *halves in zip(*map(_tensors, batches), strict=False):
+        if not tensor.dim() or any(half.shape[1:] != tensor.shape[1:] for half in halves):
+            continue  # padded to the longest sample
+        joined = torch.cat(halves)
+        if len(joined) != len(tensor):
+            continue
+        if not torch.equal(joined, tensor) and not torch.allclose(joined.double(), tensor.double(), equal_nan=True):
+            return MIXES
+        doubt = PACKS if len(tensor) > size else doubt
+    return doubt
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return [tensor for part in batch for tensor in _tensors(part)]
+    return [batch] if isinstance(batch, Tensor) and batch.layout is torch.strided and not batch.is_complex() else []
 
 
 def collate_samples(samples: list[Any]) -> Any:

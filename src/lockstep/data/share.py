@@ -24,7 +24,7 @@ from ..errors import RequestError
 from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
-from .feed import GENERATORS, Batches, Feed, Stream, seed
+from .feed import GENERATORS, MIXES, PACKS, Batches, Feed, Stream, seed
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
@@ -134,7 +134,8 @@ class SharedLoader:
         self._moves = world.device.type != "cpu" or dtype is not None
         self._signatures: list[Signature | None] | None = None
         """Signatures of the samples to compare, once they are read; None for a sample that varies."""
-        self.is_compared = world.group is None
+        self._collation = ""
+        self.is_compared = world.group is None and self.plan.accumulation == 1
 
     @property
     def cautions(self) -> list[str]:
@@ -226,15 +227,28 @@ class SharedLoader:
         """
         return self._micros(_EVALUATION)
 
-    def compare(self) -> str:
-        """Compare the ranks' samples once all ranks have read; return a warning or "" (*collective*).
+    def compare(self) -> list[str]:
+        """Compare the ranks' samples once all ranks have read; return warnings (*collective*).
 
         Raises `RequestError` on every rank for different samples.
         """
         if not all(self._world.gather(self._signatures is not None)):
-            return ""
+            return []
         self.is_compared = True
-        return compare(self._world, "The DataLoader", self._signatures or [])
+        warnings = [compare(self._world, "The DataLoader", self._signatures or [])]
+        if self._collation == MIXES:
+            warnings.append(
+                "the collate function computes samples from others in the batch, or draws random numbers for all of "
+                "them. It is called with each rank's part of a global micro-batch, so that the data depend on the "
+                "number of ranks: do that in the data set, or in the loop under draws='global'"
+            )
+        elif self._collation == PACKS:
+            warnings.append(
+                "the collate function makes tensors with several rows for a sample, such as tokens or nodes: if the "
+                "loss is a mean over them rather than over the samples, give their number, as in "
+                "session.backward(loss, weight=n)"
+            )
+        return [*filter(None, warnings)]
 
     def close(self) -> None:
         """End the workers and wait. Workers stuck in a sample are killed after seconds."""
@@ -262,7 +276,8 @@ class SharedLoader:
     def _to_micro(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
         indices, share, batch = answer
         if share is None:
-            self._signatures = self._signatures or batch
+            if self._signatures is None:
+                self._signatures, self._collation = batch
             return None
         return Micro(self._moved(batch), share, indices[: share.size])
 

@@ -34,8 +34,8 @@ _MOST_EVALUATED = 4  # loaders kept for further evaluations: a loop may make a n
 class Passes:
     """The loaders of a session, and the loop's place in them. Every rank makes the same calls."""
 
-    def __init__(self, loop: Loop, stepper: Stepper, draws: Draws) -> None:
-        self.shares = Shares()
+    def __init__(self, loop: Loop, stepper: Stepper, draws: Draws, shares: Shares) -> None:
+        self.shares = shares
         self.loaders: list[SharedLoader] = []
         self.number = 0
         """Number of passes over any loader so far."""
@@ -153,7 +153,7 @@ class Passes:
                 yield box.pop()
             self.shares.leave()
             self._stand_in()
-            self._draws.end()
+            self._draws.come_to(self.shares.newest_open)  # the loop may draw for batches that it keeps
             if counts and loop.is_running:
                 self.compare()
                 if loop.epochs is None and loop.position.step + stepper.has_stepped > steps:
@@ -239,6 +239,21 @@ class Passes:
         self._stand_in()
         self._draws.come_to(self.shares.current)
 
+    def check_assumed(self, handed: Handed) -> None:
+        """Raise `RequestError` if the forward pass of this share's loss was taken to be of an unlike one."""
+        assumed, self.shares.assumed = self.shares.assumed, None
+        if assumed is None or assumed[0] is handed:
+            return
+        stood_in = assumed[0] is not None and assumed[0].share.size == 0
+        if (self._prepared.batchnorm == "sync" and stood_in != (handed.share.size == 0)) or self._draws.is_other(
+            assumed[0], handed
+        ):
+            raise RequestError(
+                "session.backward was given the loss of a batch whose tensors the loop replaced before it called the "
+                "model, while it had read others: BatchNorm's statistics or random draws were those of another batch. "
+                "Call the model with the batch's own tensors, or train each batch before you read the next."
+            )
+
     def _stand_in(self) -> None:
         current = self.shares.current
         stands_in = current is not None and current.share.size == 0 and self._prepared.batchnorm == "sync"
@@ -282,6 +297,7 @@ class Passes:
             raise ProofError(f"An evaluation took {total:,} samples, and the data set has {shared.samples:,}.")
         if check is not None and counts is not None:
             check.end_evaluation(counts, shared.samples or 0, loop.position.step)
+        self._draws.come_to(self.shares.current)
         if loop.has_begun:
             loop.start_clock()
 
@@ -326,8 +342,8 @@ class Passes:
     def compare(self) -> None:
         """Compare the ranks' samples of each loader (*collective*)."""
         for loader in (*self.loaders, *self._evaluation_loaders.values()):
-            if not loader.is_compared and (doubt := loader.compare()):
-                self._loop.warn(doubt)
+            for warning in () if loader.is_compared else loader.compare():
+                self._loop.warn(warning)
 
     def close(self) -> None:
         """End all workers."""

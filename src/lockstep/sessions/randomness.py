@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from ..training.draw_watch import DrawWatch
 from ..training.draws import GlobalDraws
@@ -16,10 +17,11 @@ _CHECKED_EVERY = 50  # steps between later comparisons
 class Draws:
     """Draws of the code between two shares. Every rank makes the same calls."""
 
-    def __init__(self, world: World, seed: int, scope: str) -> None:
-        """Set up the draws. `scope` is the option `draws`: "rank" or "global"."""
-        self._global = GlobalDraws(world, seed) if scope == "global" else None
+    def __init__(self, world: World, seed: int, scope: str, is_certain: Callable[[], bool]) -> None:
+        """Set up the draws. `scope` is the option `draws`: "rank" or "global". See `GlobalDraws` on `is_certain`."""
+        self._global = GlobalDraws(world, seed, is_certain) if scope == "global" else None
         self._watch = DrawWatch(world) if world.size > 1 and scope == "rank" else None
+        self._share: Handed | None = None  # whose draws began last
 
     def draw_by_rank(self) -> None:
         """Continue with unwatched draws per rank."""
@@ -33,17 +35,27 @@ class Draws:
 
     def begin(self, handed: Handed, *, watches: bool) -> None:
         """Begin the draws of a share. With `watches`, watch draws per rank, once in a run."""
-        share = handed.share
         if self._global is not None:
-            number = ((handed.epoch << 16 | handed.place) << 40) + (share.step << 8) + share.micro
-            self._global.begin(share.row, share.size, share.rows, number)
+            self._visit(self._global, handed)
         elif self._watch is not None and watches and not self._watch.is_watching:
             self._watch.begin()
 
     def come_to(self, handed: Handed | None) -> None:
-        """Continue the draws of this share."""
-        if self._global is not None and self._global.is_active and handed is not None:
-            self._global.resume_share(handed.share.row, handed.share.size, handed.share.rows)
+        """Draw for this share, in a loop that reads batches ahead or keeps them."""
+        if self._global is None or handed is None or (handed is self._share and self._global.is_active):
+            return
+        self._visit(self._global, handed)
+
+    def _visit(self, draws: GlobalDraws, handed: Handed) -> None:
+        """Seed by the share's number and by how often the loop has come to it: alike on any number of ranks."""
+        share, self._share = handed.share, handed
+        number = ((handed.epoch << 16 | handed.place) << 40) + (share.step << 8) + share.micro
+        draws.begin(*handed.rows, number, handed.visits)
+        handed.visits += 1
+
+    def is_other(self, assumed: Handed | None, handed: Handed) -> bool:
+        """Return whether draws for the share `assumed`, or for none, are other ones than those for `handed`."""
+        return self._global is not None and (assumed is None or assumed.rows != handed.rows)
 
     def end(self) -> None:
         """End the draws of a share; draws of data and evaluations depend on (seed, epoch, sample)."""

@@ -48,6 +48,7 @@ from .first_step import AverageWatch, FirstStep
 from .hooks import NO_HOOKS, Hooks
 from .passes import Passes
 from .randomness import Draws
+from .shares import Shares
 from .stepper import Stepper
 
 _RESERVED = (
@@ -86,10 +87,14 @@ class Session:
             *(opened, self.prepared), saves=hooks.saves, is_endless=hooks.is_endless, resumed=hooks.resumed
         )
         self._resources.callback(self.loop.close)
-        self._draws = Draws(world, opened.config.seed, hooks.draws or opened.config.batch.draws)
+        shares = Shares()
+        self._draws = Draws(
+            *(world, opened.config.seed, hooks.draws or opened.config.batch.draws),
+            is_certain=lambda: shares.is_certain(has_stepped=self._stepper.has_stepped),
+        )
         self._stepper = Stepper(self.loop, stepped=self._end_step)
         self.loop.pending = self._stepper.pending
-        self._passes = Passes(self.loop, self._stepper, self._draws)
+        self._passes = Passes(self.loop, self._stepper, self._draws, shares)
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
         self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
@@ -363,6 +368,8 @@ class Session:
             )
         handed = shares.take_current() if self.prepared.is_recipe else shares.take(loss, batch)
         self._draws.come_to(handed)
+        if handed is not None and shares.assumed is not None:
+            self._passes.check_assumed(handed)
         if handed is not None and not handed.counts:
             raise RequestError(
                 "session.backward was called in a loop over a loader that session.prepare was not given first, and "

@@ -47,11 +47,18 @@ class Handed:
     alive: int = 0
     """Number of its batch's living tensors."""
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
+    visits: int = 0
+    """How often the loop has come to it under `draws="global"`."""
     indices: Any = None
     """Indices of the samples (size,)."""
     epoch: int = 0
     place: int = 0
     """Number of its loader's pass over the epoch, from 0."""
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """This rank's first row, number of rows, and the rows of all ranks."""
+        return self.share.row, self.share.size, self.share.rows
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -83,6 +90,8 @@ class Shares:
         self._is_one_by_one = False  # whether this pass has trained each batch before it read the next, so far
         self._has_read_ahead = False
         self._memory: dict[int, list[_Memory]] = {}  # by the address of the storage
+        self.assumed: tuple[Handed | None] | None = None
+        """Share, or none, that the last forward pass was taken to be of, if no tensor identified it."""
         self._rows: set[int] = set()  # lengths of a forward pass's inputs that belong to no batch
 
     def hand_out(self, handed: Handed, batch: Any) -> bool:
@@ -150,15 +159,33 @@ class Shares:
         self.current, self._is_sure = None, False
 
     def end_pass(self, pass_number: int) -> None:
-        """Drop the shares of a pass without training."""
-        if self._last_used is None or self._last_used.pass_number != pass_number:
-            self.forget(pass_number)
+        """Drop the shares of a pass without training: all, if some batch of it no longer exists, else none."""
+        if self._last_used is not None and self._last_used.pass_number == pass_number:
+            return
+        passed = {key: handed for key, handed in self._open.items() if handed.pass_number == pass_number}
+        if not all(handed.alive for handed in passed.values()):
+            for key in passed:
+                del self._open[key]
 
     def forget(self, pass_number: int | None = None) -> None:
-        """Drop the unused shares of one pass or of all whose batches no longer exist."""
+        """Drop the unused shares, of one pass or of all, whose batches no longer exist."""
         for key, handed in [*self._open.items()]:
             if not handed.alive and pass_number in (None, handed.pass_number):
                 del self._open[key]
+
+    @property
+    def newest_open(self) -> Handed | None:
+        """The last share without a backward pass, if any."""
+        return next(reversed(self._open.values()), None)
+
+    def is_certain(self, *, has_stepped: bool) -> bool:
+        """Return whether the loop is at `current`, or all shares that it may be at have equal rows.
+
+        After a step the loop may go on with another batch that it has kept.
+        """
+        at = [*self._open.values(), *filter(None, [self.current])]
+        is_sure = self._is_sure and not has_stepped
+        return is_sure or self._is_one_by_one or len({handed.rows for handed in at}) < 2
 
     @property
     def _is_alone(self) -> bool:
@@ -179,7 +206,9 @@ class Shares:
 
     def mark(self, output: Any) -> None:
         """Mark a forward pass's output with the current share."""
-        if self.current is None or not (self._is_sure or self._is_alone):
+        is_known = self.current is not None and (self._is_sure or self._is_alone)
+        self.assumed = None if is_known else (self.current,)
+        if not is_known:
             return
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:

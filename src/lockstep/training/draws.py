@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -46,8 +46,10 @@ _BACKWARD: set[Any] = {Tensor.backward, torch.autograd.backward, torch.autograd.
 class GlobalDraws:
     """Draws of user code as on one device, from `begin` to `end`."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, is_certain: Callable[[], bool] = lambda: True) -> None:
+        """Set up the draws. `is_certain()` tells whether the code at hand is about the batch of the last `begin`."""
         self._world, self._seed, self._is_alone = world, seed, world.size == 1
+        self._is_certain = is_certain
         self._process_streams: Generators | None = (
             None  # this rank's own streams, while its generators are seeded alike
         )
@@ -68,8 +70,10 @@ class GlobalDraws:
         """Whether user code is between `begin` and `end`."""
         return self._process_streams is not None
 
-    def begin(self, start: int, size: int, total: int, number: int) -> None:
+    def begin(self, start: int, size: int, total: int, number: int, visit: int = 0) -> None:
         """Begin micro-batch `number`; this rank has [start, start + size) of its `total` samples.
+
+        A loop may come to it again: each `visit` has other draws.
 
         Seeds torch's, Python's and NumPy's generators, alike on all ranks.
         """
@@ -83,12 +87,8 @@ class GlobalDraws:
         self._permutations.clear()
         self._joined.clear()
         self._generators.clear()
-        self.resume_share(start, size, total)
-        seed_all(_PURPOSE, self._seed, number, devices=devices)
-
-    def resume_share(self, start: int, size: int, total: int) -> None:
-        """Set the share without seeding, for the backward pass of an earlier micro-batch."""
         self._share = Share(start, size, total)
+        seed_all(_PURPOSE, self._seed, number, *filter(None, [visit]), devices=devices)
 
     def end(self) -> None:
         """Continue the rank's own streams."""
@@ -135,6 +135,12 @@ class GlobalDraws:
             return func(*args, **kwargs)
         if draw.is_fused:
             raise RequestError(f"draws='global': {draw.place}, a fused operator, cannot draw alike on all ranks.")
+        if not self._is_alone and not self._is_certain():
+            raise RequestError(
+                f"draws='global': {draw.place} draws while the loop holds batches of which this rank has different "
+                "parts, and it may be for any of them; draw it after the model was called with the batch, in the data "
+                "set, or train each batch before you read the next."
+            )
         return draw.run(self._layout(draw), self._share, self._world)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
