@@ -93,6 +93,7 @@ class UserHooks:
 
 
 _COMPILER = "torch._dynamo"
+_MOST_NODES = 30  # of a graph, near the loss
 COMPILERS = {f"{_COMPILER}.convert_frame", "torch._inductor.compile_fx"}
 """Modules with a frame on the stack while torch compiles, but not while compiled code runs."""
 _REPLACEMENT = "__dynamo_disable"  # attribute in which `torch._compile._disable_dynamo` caches its replacement
@@ -140,13 +141,14 @@ def _unwrapped_step(kind: Any) -> Callable[[Optimizer], Any]:
     return unwrapped
 
 
-def step_with_hooks(optimizer: Optimizer) -> Any:
-    """Call `optimizer.step()`; for torch's optimizers without hooks, call `step` instead."""
+def step_with_hooks(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+    """Call `optimizer.step(…)`; for torch's optimizers without hooks, call `step` instead."""
     kind, module = type(optimizer), sys.modules[Optimizer.__module__]
     has_hooks = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
     has_hooks |= any(getattr(module, f"_global_optimizer_{when}_hooks", True) for when in ("pre", "post"))
-    if has_hooks or optimizer.defaults.get("differentiable") or not kind.__module__.startswith("torch.optim."):
-        return kind.step(optimizer)
+    is_torch = kind.__module__.startswith("torch.optim.")
+    if args or options or has_hooks or optimizer.defaults.get("differentiable") or not is_torch:
+        return kind.step(optimizer, *args, **options)
     return step(optimizer)
 
 
@@ -221,6 +223,22 @@ def on_unsent(report: Callable[[BaseException], None]) -> None:
         os._exit(1)
 
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
+
+
+def nll_divisors(loss: Tensor) -> list[tuple[Tensor, int]]:
+    """Return (divisor (0-dim), number of labels) of the means of negative log likelihoods in a loss's graph."""
+    nodes: list[Any] = [loss.grad_fn]
+    found = []
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            break
+        if (node := nodes.pop(0)) is None:
+            continue
+        if node.name().startswith("NllLoss") and node._saved_reduction == 1:
+            found.append((node._saved_total_weight.detach(), node._saved_target.numel()))
+        else:
+            nodes.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def set_timeout(limit: timedelta) -> None:

@@ -25,6 +25,48 @@ def evaluate(session: Any, model: Any, test: Any) -> tuple[float, int]:
     return total, samples
 
 
+@loop("schedule", quick=True)
+@loop("swapped", "stopper", "score")
+def code_after_an_evaluation(session: Any, how: str) -> Numbers:
+    """Evaluate within a step, before its schedule, a swap of weights, or an object's update."""
+    model, optimizer, loader = trio(session)
+    schedule = session.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    stopper = session.prepare(Tally())
+    for _ in session.epochs(3):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+            if session.is_last:
+                kept = [parameter.detach().clone() for parameter in model.parameters()]
+                if how == "swapped":
+                    copy_into(model, [value * 0.5 for value in kept])
+                total, _ = evaluate(session, model, DataLoader(regression(7), batch_size=4))
+                copy_into(model, kept)
+                schedule.step()
+                stopper.count += 1
+                if how == "score":
+                    session.score(-total)
+    return [checksum(model), optimizer.param_groups[0]["lr"], stopper.count]
+
+
+class Tally:
+    """An object that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def copy_into(model: Any, values: list[Any]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
 @loop("epoch", "midst", "midst-step", quick=True)
 @loop("before", "twice", "fresh-loader", "training-loader")
 def evaluate_loop(session: Any, how: str) -> Numbers:

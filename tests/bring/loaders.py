@@ -494,3 +494,32 @@ def other_data_on_a_rank(session: Any, how: str) -> Numbers:
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
+
+
+class Scaled(DataLoader[Any]):
+    """A DataLoader that changes its batches."""
+
+    def __iter__(self) -> Any:
+        yield from ((x / 2, y, at) for x, y, at in super().__iter__())
+
+
+@loop("own-iterator", outcome=REFUSED, quick=True)
+@loop("mined", outcome=REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED, has_plain=False, quick=True)
+def loader_that_acts(session: Any, how: str) -> Numbers:
+    """Change batches in the DataLoader's own iterator, or draw samples by the losses that the loop has seen."""
+    x, y = arrays()
+    data = TensorDataset(x, y, torch.arange(len(x)))
+    sampler = WeightedRandomSampler([1.0] * len(x), len(x))
+    kind = Scaled if how == "own-iterator" else DataLoader
+    model, optimizer, loader = session.prepare(*parts_of(), kind(data, batch_size=6, sampler=sampler))
+    for _ in session.epochs(3):
+        for inputs, targets, indices in loader:
+            losses = functional.mse_loss(model(inputs), targets, reduction="none").mean(1)
+            sampler.weights[indices] = losses.detach() + 1e-3
+            descend(session, optimizer, losses.mean())
+    return [checksum(model)]
+
+
+def parts_of() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = seeded(mlp)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -219,3 +219,42 @@ def own_log(session: Any, how: str) -> Numbers:
         if how == "log":
             session.log(epoch_number=epoch)
     return [checksum(model), *curve]
+
+
+@loop("unweighted", outcome=TOLD | REFUSED, alone=RIGHT, accumulated=TOLD | REFUSED, quick=True)
+@loop("weighted")
+def ignored_labels(session: Any, how: str) -> Numbers:
+    """Take a mean over labels, of which padded ones are left out."""
+    x, _ = arrays()
+    labels = torch.tensor([-100 if at % 3 == 0 or at % 5 == 1 else at % 4 for at in range(len(x))])
+    model = seeded(lambda: nn.Linear(x.shape[1], 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(TensorDataset(x, labels), batch_size=6))
+    for _ in session.epochs(2):
+        for inputs, targets in loader:
+            count = (targets != -100).sum()
+            loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / count.clamp(min=1)
+            if how == "unweighted":
+                loss = functional.cross_entropy(model(inputs), targets)
+            session.backward(loss, **({"weight": count} if how == "weighted" else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [checksum(model)]
+
+
+@loop("model", outcome=REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED, quick=True)
+@loop("optimizer", resumed=TOLD, accumulated=SKIPPED)
+def unprepared_part(session: Any, how: str) -> Numbers:
+    """Leave a criterion with parameters, or one of two optimizers, out of session.prepare."""
+    model, scale = seeded(mlp), seeded(lambda: nn.Linear(1, 1))
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.Adam(scale.parameters(), lr=0.1)
+    prepared = [model, scale, one] if how == "optimizer" else [model, one]
+    loader = session.prepare(*prepared, DataLoader(TensorDataset(*arrays()), batch_size=6))[-1]
+    for _ in session.epochs(3):
+        for x, y in loader:
+            session.backward(functional.mse_loss(scale(model(x)), y))
+            for optimizer in (other, one):
+                optimizer.step()
+                optimizer.zero_grad()
+    return [checksum(model, scale)]

@@ -206,6 +206,31 @@ def read_ahead_under_batchnorm(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
+@loop("outliving", "each-epoch", quick=True)
+@loop("validation", saves_by_epoch=True)
+def second_loader(session: Any, how: str) -> Numbers:
+    """Take batches of a second loader: by an iterator that goes on over epochs, or wholly before each epoch."""
+    model, optimizer, loader = trio(session, data=regression(24))
+    other = session.prepare(DataLoader(regression(18), batch_size=6))
+    iterator, total = iter(other), 0.0
+    for _ in session.epochs(3):
+        if how == "each-epoch":
+            iterator = iter(other)
+        if how == "validation":
+            total += sum(session.sum(x.sum().item()) for x, _ in other)
+        for x, y in loader:
+            loss = error(model, x, y)
+            if how != "validation":
+                try:
+                    u, _ = next(iterator)
+                except StopIteration:
+                    iterator = iter(other)
+                    u, _ = next(iterator)
+                loss = loss + 0.1 * model(u).square().mean()
+            descend(session, optimizer, loss, batch=x)
+    return [checksum(model), total]
+
+
 class Slices(Dataset[Any]):
     """A data set whose batches are slices of its memory."""
 
@@ -529,7 +554,7 @@ def first_pass_for_statistics(session: Any, how: str) -> Numbers:
     return [checksum(model), count, float(mean.sum())]
 
 
-@loop("twice", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
+@loop("twice", accumulated=SKIPPED)
 def same_batch_again(session: Any, how: str) -> Numbers:
     """Make two steps on each batch, as policy-gradient loops do."""
     model, optimizer, loader = trio(session)

@@ -38,6 +38,13 @@ def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Ca
     assert result.outcome & case.allowed(2, accumulate), result
 
 
+@pytest.mark.parametrize(
+    "name", ["code_after_an_evaluation-schedule", "same_batch_again-twice", "second_loader-outliving"]
+)
+def test_a_loop_that_is_killed_resumes_to_the_same_bits(ranks: Runner, name: str) -> None:
+    assert ranks.resume_case(CASES[name], 2).outcome == RIGHT
+
+
 @pytest.mark.parametrize("how", UNEVEN)
 def test_calls_that_differ_are_named(ranks: Runner, how: str) -> None:
     result = ranks.observe(CASES[f"uneven_calls-{how}"], 2, 1)

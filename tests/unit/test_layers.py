@@ -109,6 +109,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 PUBLIC = {"_exit", "_current_frames", "_asdict", "_fields", "_replace", "_run_exitfuncs", "_inheriting"}
 """Python's own, which it documents, but for the last two: they have no other name."""
+PUBLIC |= {"_saved_reduction", "_saved_total_weight", "_saved_target"}  # torch's notes on autograd document these
 
 
 def _is_private(name: str) -> bool:

@@ -103,6 +103,8 @@ class SharedLoader:
         self.loader, self._world, self._seed = loader, world, seed
         self._trial = copy.copy(getattr(loader, "sampler", None))  # a sampler may count its draws
         self._drawn_epochs = 0
+        self.order_digest = ""
+        """Digest of the order of the last pass, if the user's sampler draws it."""
 
         def plan() -> tuple[BatchPlan, Indices | None]:
             size = _global_batch(loader)
@@ -205,6 +207,7 @@ class SharedLoader:
                 f"The DataLoader's sampler, a {type(self.loader.sampler).__name__}, yields {len(order)} samples in "
                 f"epoch {epoch}, and {samples} in epoch 0; let it yield as many in each."
             )
+        self.order_digest = digest(order)
         return lambda start, stop: order[start:stop]
 
     def steps(self) -> int | None:
@@ -363,6 +366,11 @@ def _global_batch(loader: Any) -> int:
     """Return the loader's batch size. Raises `RequestError` for loaders that cannot be shared."""
     if not isinstance(loader, DataLoader):
         raise RequestError(f"A {type(loader).__name__} cannot be shared out; give a torch DataLoader over the data.")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise RequestError(
+            f"The DataLoader is a {type(loader).__name__} with an __iter__ of its own, which would not be called: do "
+            "its work in the data set, the collate function or the loop."
+        )
     if isinstance(loader.sampler, DistributedSampler):
         raise RequestError("The DataLoader has a DistributedSampler, which shares samples out again; leave it out.")
     if loader.batch_size is None:

@@ -40,6 +40,7 @@ KINDS = (
     "calls session.backward outside of a loader's loop",
     "saves",
     "closes its session or has ended its script",
+    "begins a pass in its sampler's order",
 )
 (
     END_EPOCH,
@@ -50,6 +51,7 @@ KINDS = (
     BACKWARD,
     SAVE,
     CLOSE,
+    ORDER,
 ) = range(len(KINDS))
 
 
@@ -69,6 +71,8 @@ class Part:
     """On several ranks: one tensor per bucket."""
     present: bytearray = field(default_factory=bytearray)
     """Whether each parameter has a gradient in `flats`."""
+    is_weighed: bool | None = None
+    """Whether its losses come with weights; None before the first."""
     sparse: dict[int, Tensor] = field(default_factory=dict)
     hooks: list[tuple[Tensor, Hooks, Hooks]] = field(default_factory=list)
     """User hooks that the last backward pass has skipped: they run on the global batch's gradients."""

@@ -73,6 +73,12 @@ class GlobalBatch:
         part = self._parts[number]
         self._number += 1
         is_unscaled = not isinstance(factor, Tensor) and factor == 1.0  # reading a tensor would make the host wait
+        if part.is_weighed not in (None, weight is not None):
+            raise RequestError(
+                "session.backward was given weight= in one micro-batch of a global batch and not in another: give it "
+                "in all of them, 0 where nothing counts."
+            )
+        part.is_weighed = weight is not None
         if weight is not None:
             self._weights[number] = self._weights[number] + weight
         elif share is not None:

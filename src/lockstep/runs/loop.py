@@ -78,9 +78,9 @@ class Loop:
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
-        self._is_stopping = self._has_recorded_checks = self._has_compared = False
+        self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
         self._train_s = 0.0  # at the beginning of the epoch
-        self._score: float | None = None  # of the current weights, if scored since the last save
+        self._score: tuple[int, float] | None = None  # (step, score) of the last scored weights, until they are saved
         self._evaluation: dict[str, Any] = {}
         self._batches = 0  # that the loop has received in the epoch's first pass
         self._resumed: tuple[int, int, list[int]] | None = None  # passes, batches and trained passes of the epoch
@@ -169,8 +169,9 @@ class Loop:
         Weights without a score cannot become `best`, and --patience ignores them.
         """
         position = self.position
+        self._is_due |= score is not None and self.is_running and score > position.best_top1
         position.judge(score)
-        self._score = score
+        self._score = None if score is None else (position.step, score)
         if scores is not None:
             position.scores = scores
             self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
@@ -218,19 +219,14 @@ class Loop:
     def end_step(self, *, saves: bool = True) -> None:
         """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`.
 
-        Without `saves`, a stop waits for a later step.
+        Without `saves`, a save or stop waits for `save_due`, or for a later step.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
         if self.prepared.exchange.keeps_replicas and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # The end of an epoch saves anyway, once the weights are evaluated.
-        save = (
-            saves
-            and every is not None
-            and step % every == 0
-            and self.position.within != self.steps
-            and not self.is_done
-        )
+        save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
+        self._is_due = False
         if save or self.meter.due(self.stop.asked):
             stopping = self.record_steps()
             # Without a source an epoch cannot be resumed midway. At the end of an epoch, code after the user's loop
@@ -238,10 +234,18 @@ class Loop:
             self._is_stopping = self._is_stopping or stopping
             is_kept = self.prepared.source is not None and not self.prepared.is_renewed
             has_ended = (not is_kept and self.epochs) or self.position.within == self.steps
-            if self._is_stopping and saves and not has_ended:
-                raise self.stopped()
-            if save and not has_ended:
-                self.save()
+            self._is_due = (self._is_stopping or save) and not has_ended
+            if saves:
+                self.save_due()
+
+    def save_due(self) -> None:
+        """Save or stop if that is due since the last step (*collective*)."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        if self._is_stopping:
+            raise self.stopped()
+        self.save()
 
     def end_data(self) -> None:
         """Record and verify after an epoch's or run's last step (*collective*). A stop waits for `end_epoch`."""
@@ -314,8 +318,9 @@ class Loop:
         """Compare the replicas, then save a checkpoint (*collective*)."""
         if self._saves:
             self.confirm()
-            step, score = self.position.step, self._score
-            self._score, self._saved_at = None, step
+            step, scored = self.position.step, self._score
+            score = scored[1] if scored is not None and scored[0] == step else None
+            self._score, self._saved_at, self._is_due = None, step, False
             if self._saver is not None:
                 self._saver.save(lambda: self._capture(score), step=step, score=score)
         self.start_clock()
@@ -357,7 +362,7 @@ class Loop:
         position = self.position
         if self._saved_at != position.step:
             if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
-                self._score = position.scores.top1
+                self._score = position.step, position.scores.top1
             self.save()
         reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self.summary() if self._result is None else self._result()

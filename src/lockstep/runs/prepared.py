@@ -141,6 +141,14 @@ class Prepared:
         Raises `RequestError` for a parameter of no model, or of two optimizers.
         """
         names = {parameter: name for name, parameter in self._all.named_parameters()}
+        exchanged = set(self.exchange.parameters)
+        if added := [name for parameter, name in names.items() if parameter not in exchanged]:
+            raise RequestError(
+                f"The model has the parameter {added[0]}, which it had not when session.prepare was given it: prepare "
+                "the model after the last change of its layers."
+            )
+        for item in self.stateful_objects:
+            _pack(item.state_dict(), {}, {})
         owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
@@ -213,7 +221,7 @@ class Prepared:
             meta["optimizer"] = {}
             meta["optimizers"] = [_pack(optimizer.state_dict(), tensors, names) for optimizer in self.optimizers]
             meta["others"] = [_pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
-            meta |= {"made": self._settings, "kinds": self._kinds()}
+            meta |= {"made": self._settings, "kinds": self._kinds(), "orders": self._orders()}
         meta["buffers"] = {name: buffer_owners(model) for name, model in self.groups.items()}
         if pending:
             for name, parameter in self._all.named_parameters():
@@ -289,6 +297,14 @@ class Prepared:
         """Return each optimizer's class and number of parameter groups."""
         return [[type(optimizer).__name__, len(optimizer.param_groups)] for optimizer in self.optimizers]
 
+    def _orders(self) -> list[list[str]]:
+        """Return the names of each optimizer's parameters, in its order."""
+        names = {parameter: name for name, parameter in self._all.named_parameters()}
+        return [
+            [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in self.optimizers
+        ]
+
     def _check_parts(self, state: State) -> None:
         """Raise `RequestError` unless the optimizers and other objects are of the saved kinds and number."""
         saved, current = (
@@ -304,6 +320,12 @@ class Prepared:
                 f"{shown(state.origin)} was trained with {saved}, and session.prepare was given {current}; give it "
                 "the same, or start a new run in another output."
             )
+        for was, now in zip(chain(*state.meta["orders"]), chain(*self._orders()), strict=True):
+            if was != now:
+                raise RequestError(
+                    f"{shown(state.origin)} has the state of an optimizer for {was} where that of session.prepare has "
+                    f"{now}: give it its parameters in the same order, from a list rather than a set."
+                )
 
     def _note_restored_settings(self, state: State) -> None:
         """Note the numeric settings of optimizers that the checkpoint has replaced."""
@@ -319,7 +341,10 @@ class Prepared:
         has_checkpoint = folder is not None and find(folder) is not None
         hint = f"; the last checkpoint in {shown(folder)} is from before" if has_checkpoint else ""
         if not self.is_recipe:
-            return f"Lower the learning rate, clip the gradients, or warm up{hint}."
+            return (
+                "Lower the learning rate, clip the gradients, or warm up; a mean over no label is 0/0, as where all of "
+                f"a share's are ignored: give session.backward weight=, the number that count{hint}."
+            )
         return (
             f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{hint}."
         )

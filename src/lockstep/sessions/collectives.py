@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ def _reduce(
 ) -> Any:
     """Reduce a value over the ranks. `neutral(dtype)` replaces a value that does not count."""
     is_tensor = isinstance(value, Tensor)
+    if not is_tensor and not isinstance(value, int | float | np.number):
+        raise RequestError(f"The collectives of a session take numbers and tensors; found a {type(value).__name__}.")
     tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=world.device)
     meet(reduce.__name__, tensor.dtype, tuple(tensor.shape))
     result = reduce(tensor if neutral is None else torch.full_like(tensor, neutral(tensor.dtype)))

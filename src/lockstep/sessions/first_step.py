@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from .. import _torch
 from ..checks.digest import digest
 from ..data.share import SharedLoader, state_of
+from ..errors import RequestError
 from ..nn import sync_batchnorm
 from ..runs.prepared import Prepared
 from ..runs.restored import fingerprint
@@ -28,9 +31,62 @@ class FirstStep:
         self._unsaved = dict(_unsaved(prepared.models))
         self._counts = dict(self._dataset_numbers())
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
+        self._scaler: GradScaler | None = None  # that made the step, if any
+        self._divisors: list[tuple[Tensor, int]] = []  # of means over labels: (divisor, labels)
+        owned = {
+            parameter
+            for optimizer in prepared.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._unowned = {  # trainable parameters of no prepared optimizer, with their digests
+            name: (parameter, int(digest([parameter.detach()])))
+            for model in prepared.models.values()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter not in owned
+        }
+        self._with_gradient: set[str] = set()  # of those
+        self._known = set(prepared.exchange.parameters)
+        self._foreign = ""  # a trained parameter of no prepared model
+        source = prepared.source
+        self._is_shared = prepared.world.size > 1 or (source is not None and source.plan.accumulation > 1)
 
-    def cautions(self, scaler: GradScaler | None) -> list[str]:
-        """Return a sentence per finding after the first step, which `scaler` made if any (*collective*)."""
+    def check_leaves(self, loss: Tensor) -> None:
+        """Note which parameters the loss depends on.
+
+        Raises `RequestError` for one of a model that is not prepared if several shares make up a batch.
+        """
+        nodes, seen = [loss.grad_fn], set[Any]()
+        names = {parameter: name for name, (parameter, _) in self._unowned.items()}
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+            leaf: Any = getattr(node, "variable", None)
+            if not isinstance(leaf, nn.Parameter) or not leaf.requires_grad:
+                continue
+            if leaf in names:
+                self._with_gradient.add(names[leaf])
+            elif leaf not in self._known:
+                self._foreign = f"a parameter of shape {tuple(leaf.shape)} that is of no model in session.prepare"
+        if self._foreign and self._is_shared:
+            raise RequestError(
+                f"The loss depends on {self._foreign}, so that each rank would train its own copy: prepare its module "
+                "and its optimizer too, or freeze it by requires_grad_(False)."
+            )
+
+    def look_at_mean(self, loss: Tensor) -> None:
+        """Note whether a loss without weight= is a mean over other numbers than labels."""
+        self._divisors += _torch.nll_divisors(loss)
+
+    def look(self) -> None:
+        """Note, before an optimizer steps, who makes the step."""
+        self._scaler = self._scaler or _scaler_above()
+
+    def cautions(self) -> list[str]:
+        """Return a sentence per finding after the first step (*collective*)."""
         prepared, sentences = self._prepared, list[str]()
         world, source = prepared.world, prepared.source
         is_cut = source is not None and source.plan.accumulation > 1
@@ -68,6 +124,28 @@ class FirstStep:
                 "the optimizer has a learning-rate schedule that session.prepare was not given: no checkpoint holds "
                 "it, and it steps in each micro-batch; prepare it with its optimizer"
             )
+        # Read on several shares alone, since the host waits.
+        is_other = self._is_shared and any(float(divisor) != labels for divisor, labels in self._divisors)
+        if self._is_shared and any(world.gather(is_other)):
+            sentences.append(
+                "the loss leaves out ignored labels, or weighs classes, and session.backward was given no weight: say "
+                "what the mean is over, as in session.backward(loss, weight=(y != -100).sum())"
+            )
+        stepped = [
+            name
+            for name, (parameter, initial) in self._unowned.items()
+            if name in self._with_gradient and int(digest([parameter.detach()])) != initial
+        ]
+        if saves and stepped:
+            sentences.append(
+                f"an optimizer that session.prepare was not given trains {', '.join(stepped[:3])}: no checkpoint holds "
+                "its state, and a resumed run begins with a new one; prepare every optimizer"
+            )
+        if saves and self._foreign:
+            sentences.append(
+                f"the loss depends on {self._foreign}: no checkpoint holds it; prepare its module and its optimizer"
+            )
+        scaler = self._scaler
         if saves and scaler is not None and scaler.is_enabled() and scaler not in prepared.stateful_objects:
             sentences.append(
                 "the loop has a GradScaler that session.prepare was not given: no checkpoint holds its scale, and a "
@@ -104,6 +182,17 @@ class FirstStep:
     def _is_same(self, name: str, buffer: Tensor) -> bool:
         initial = self._buffers.get(name)
         return initial is not None and initial.shape == buffer.shape and torch.equal(initial, buffer)
+
+
+def _scaler_above() -> GradScaler | None:
+    """Return the GradScaler whose `step` has called this optimizer's, if one has."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:  # other frames' locals, once read, keep a batch alive
+            scaler: GradScaler = frame.f_locals["self"]
+            return scaler
+        frame = frame.f_back
+    return None
 
 
 class AverageWatch:

@@ -116,8 +116,14 @@ def replace_step(
     method = optimizer.step
     original = method if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
 
-    def step(optimizer: Optimizer, closure: Any = None) -> Any:
-        return wrapper(optimizer, original, closure)
+    def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+        given = [*args, *options.values()]
+        closure = next(filter(callable, given), None)
+        return wrapper(
+            optimizer,
+            functools.partial(original, *args, **options) if given != [None] * len(given) else original,
+            closure,
+        )
 
     # A bound method of the object: schedules rebind the optimizer's `step` and mark it.
     optimizer.step = types.MethodType(functools.update_wrapper(step, method), optimizer)  # type: ignore[method-assign]

@@ -45,12 +45,15 @@ class Passes:
         self._stepper, self._draws = stepper, draws
         self._prepared_loaders: dict[int, weakref.ref[parts.Loader]] = {}  # by source: the loader that the loop has
         self._places: dict[int, int] = {}  # by source: its passes over this epoch, less one
+        self._passing: dict[int, list[int]] = {}  # by source: [epoch, place, micro-batches read] of a pass under way
+        self._resumed: dict[int, list[int]] = {}  # by source: the same, of a resumed run
         self._evaluation_loaders: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
         self._evaluations = self._open_evaluations = 0
         self._modes = contextlib.ExitStack()  # of the evaluations under way
         self._thread = threading.get_ident()
         self._refusal: RequestError | None = None  # raised in another thread, which may have swallowed it
         self._has_warned = self._has_warned_of_evaluation = False
+        self._forward: Handed | None = None  # share of the last forward pass for training
         self._open_pass: int | None = None  # the last pass over the first source whose iterator exists
 
     @property
@@ -103,8 +106,12 @@ class Passes:
             evaluates=evaluates,
         )
 
-    def over(self, source: Source) -> Generator[Any, None, None]:
-        """Yield this rank's shares of an epoch. The batches of the first source count steps."""
+    def over(self, source: Source) -> Iterator[Any]:
+        """Return an iterator over this rank's shares of an epoch. The batches of the first source count steps."""
+        return self._over(source, is_early=not self._loop.has_begun)
+
+    def _over(self, source: Source, *, is_early: bool) -> Generator[Any, None, None]:
+        """Yield the shares. `is_early`: the iterator was made before the loop, and may go on over several epochs."""
         self._check_thread()
         loop, progress, stepper = self._loop, self._world.progress, self._stepper
         if isinstance(source, SharedLoader):
@@ -113,22 +120,35 @@ class Passes:
         stepper.settle()
         place = self._places[id(source)] = self._places.get(id(source), -1) + 1
         number, self.number = self.number, self.number + 1
-        # Other loaders begin where the first does only if a resumed run continues them together, as in a zip.
-        first = loop.begin_pass(place) if counts and loop.has_begun else 0 if place else loop.resumed_at
-        if first is None:  # a resumed run has trained on this pass
-            return
+        epoch, first, read = loop.position.epochs, 0, 0
+        if counts and loop.has_begun:
+            begun = loop.begin_pass(place)
+            if begun is None:  # a resumed run has trained on this pass
+                return
+            first = begun
+        elif (resumed := self._resumed.pop(id(source), None)) is not None and (is_early or loop.resumed_at):
+            epoch, place, read = resumed
+            self._places[id(source)] -= 1  # that pass goes on
+            first, read = divmod(read, source.plan.accumulation)
         if counts:
             self._open_pass = number
         may_drop = isinstance(source, SharedLoader) and source.loader.collate_fn is not default_collate
-        epoch = loop.position.epochs
         micros = source.micros(epoch, first=first, again=place)
+        for _ in range(read):
+            next(micros, None)
         if counts and loop.has_begun:
             loop.start_clock()
-        steps, index = loop.position.step + stepper.has_stepped, first * source.plan.accumulation
+        steps, index = loop.position.step + stepper.has_stepped, first * source.plan.accumulation + read
+        is_first_batch, here, made_in = True, [epoch, place, index], loop.position.epochs
+        self._passing[id(source)] = here
         try:
             while True:
                 self._check_thread()
+                if not (counts or is_early or loop.position.epochs == made_in):
+                    self._warn_of_iterator()
                 stepper.settle()
+                if stepper.is_clean and (self._forward is None or self._forward.is_used):
+                    loop.save_due()
                 if counts and loop.is_done and not loop.is_finished:  # --max-steps
                     break
                 self._draws.end()
@@ -139,10 +159,14 @@ class Passes:
                 progress.enter("")  # the caller's code follows
                 if micro is None:
                     break
+                if is_first_batch and counts and loop.is_running and (order := getattr(source, "order_digest", "")):
+                    self._prepared.exchange.meet(Header(base.ORDER, number), [f"order {order}"])
+                is_first_batch = False
                 samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
                 handed.epoch, handed.place, handed.indices = epoch, place, micro.indices
                 index += 1
+                here[2] = index
                 if self.shares.hand_out(handed, None if self._prepared.is_recipe else micro.batch):
                     self._stand_in()
                     self._draws.begin(handed, watches=counts and loop.has_begun)
@@ -167,10 +191,36 @@ class Passes:
         finally:
             if self._open_pass == number:
                 self._open_pass = None
+            if self._passing.get(id(source)) is here:
+                del self._passing[id(source)]
             self.shares.end_pass(number)
             micros.close()  # with workers that read ahead
             if not loop.has_begun:  # a look at the data: its values belong to no step
                 loop.meter.pending.values.clear()
+
+    def positions(self) -> list[Any]:
+        """Return, for each loader but the first, its number of passes in this epoch and its pass under way, if any.
+
+        A loader that is read along with the first one, as in a zip, continues where that does.
+        """
+        source, found = self._prepared.source, []
+        at = self._passing.get(id(source), [0, 0, 0])[2]
+        trained = 0 if source is None else self._loop.position.within * source.plan.accumulation
+        for loader in self.loaders:
+            if loader is not source:
+                here = self._passing.get(id(loader))
+                if here is not None and here[2] == at:
+                    here = [*here[:2], trained]
+                found.append([self._places.get(id(loader), -1), here])
+        return found
+
+    def restore(self, positions: list[Any]) -> None:
+        """Restore what `positions` returned."""
+        others = [loader for loader in self.loaders if loader is not self._prepared.source]
+        for loader, (place, here) in zip(others, positions, strict=False):
+            self._places[id(loader)] = place
+            if here is not None:
+                self._resumed[id(loader)] = here
 
     def begin_epoch(self) -> None:
         """Count the passes over each loader from 0."""
@@ -185,8 +235,8 @@ class Passes:
         self.shares.leave()
         self.shares.forget()
         self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
-        self._loop.end_epoch()
         self.begin_epoch()
+        self._loop.end_epoch()
 
     def _check_thread(self) -> None:
         """Refuse to hand out batches in another thread."""
@@ -205,18 +255,18 @@ class Passes:
     def _warn_of_open_pass(self) -> None:
         loop, current = self._loop, self.shares.current
         is_open = current is not None and current.pass_number == self._open_pass
-        if (
-            is_open
-            and not self._has_warned
-            and loop.folder is not None
-            and loop.position.epochs + 1 < (loop.epochs or 0)
-        ):
-            self._has_warned = True
-            loop.warn(
-                "an epoch is over, and the iterator over its loader is not: if the iterator outlives its epoch, a "
-                "resumed run differs, since it begins the epoch at the first batch. Make an iterator in each epoch, as "
-                "`for batch in loader` does"
-            )
+        if is_open and loop.position.epochs + 1 < (loop.epochs or 0):
+            self._warn_of_iterator()
+
+    def _warn_of_iterator(self) -> None:
+        if self._has_warned or self._loop.folder is None:
+            return
+        self._has_warned = True
+        self._loop.warn(
+            "an epoch is over, and an iterator over a loader of it is not: if the iterator outlives its epoch, a "
+            "resumed run differs, since it begins the epoch at the first batch. Make an iterator in each epoch, as "
+            "`for batch in loader` does, or, of a second loader, before session.epochs"
+        )
 
     def see(self, values: Any) -> None:
         """Note the inputs of a model's forward, which show the batch that the loop trains."""
@@ -226,8 +276,11 @@ class Passes:
             if self.shares.current is not current:
                 self.come_to()
             stepper = self._stepper
-            if stepper.has_stepped and self.shares.current is not stepper.share and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return
+            if stepper.has_stepped and self.shares.current is not stepper.share:
                 stepper.settle()  # before a forward pass of the next batch changes the state to save
+            self._forward = self.shares.current
 
     def mark(self, output: Any) -> None:
         """Note a model's output, whose losses belong to the current share."""
@@ -263,7 +316,7 @@ class Passes:
     def evaluation(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield evaluation shares (*collective*). See `Session.evaluating`."""
         world, loop, exchange = self._world, self._loop, self._prepared.exchange
-        self._stepper.settle()
+        self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
         self._draws.end()
         exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
         if loader not in self._evaluation_loaders:

@@ -92,8 +92,8 @@ class Session:
             *(world, opened.config.seed, hooks.draws or opened.config.batch.draws),
             is_certain=lambda: shares.is_certain(has_stepped=self._stepper.has_stepped),
         )
-        self._stepper = Stepper(self.loop, stepped=self._end_step)
-        self.loop.pending = self._stepper.pending
+        self._stepper = Stepper(self.loop, stepping=self._begin_step, stepped=self._end_step)
+        self.loop.pending = lambda: self._stepper.pending() | {"loaders": self._passes.positions()}
         self._passes = Passes(self.loop, self._stepper, self._draws, shares)
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
         self._averages: AverageWatch | None = None  # under accumulation
@@ -256,8 +256,12 @@ class Session:
         self.loop.begin(epochs)
         for loader in self._passes.loaders:
             loader.catch_up(self.loop.position.epochs)
+        if epochs is not None:  # earlier passes were looks at the data
+            self._passes.begin_epoch()
         if self.loop.state is not None:
-            self._stepper.restore(self.loop.state.meta.get("pending"))
+            pending = self.loop.state.meta["pending"]
+            self._stepper.restore(pending)
+            self._passes.restore([] if pending is None else pending["loaders"])
         self._first_step = FirstStep(
             self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
         )
@@ -285,7 +289,6 @@ class Session:
         loop.epochs = count
         has_stepped = self.step > 0
         while loop.goes_on(count):
-            passes.begin_epoch()
             first_step, (outside, number) = self.step, (stepper.outside, passes.number)
             yield loop.position.epochs
             is_outside = stepper.outside > outside and passes.number == number
@@ -313,13 +316,17 @@ class Session:
         """
         return self._draws.along(dimension)
 
+    def _begin_step(self) -> None:
+        if self._first_step is not None:
+            self._first_step.look()
+
     def _end_step(self, saves: bool) -> None:
         """End a step: report the first one's findings, compare the ranks' generators (*collective*)."""
         loop = self.loop
         first, self._first_step = self._first_step, None
         if first is not None:
             self._passes.compare()
-            for caution in first.cautions(self._stepper.scaler):
+            for caution in first.cautions():
                 loop.warn(caution)
         if warning := self._draws.end_step(loop.position.step):
             loop.warn(warning)
@@ -361,6 +368,10 @@ class Session:
         if reduction not in ("mean", "sum"):
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
         loop, shares, progress = self.loop, self._passes.shares, self.world.progress
+        if self._first_step is not None:
+            self._first_step.check_leaves(loss)
+            if weight is None:
+                self._first_step.look_at_mean(loss)
         if not self.prepared.exchange.parameters:
             raise RequestError(
                 "session.backward was called, and session.prepare was given no model, so that each rank would train a "
@@ -487,10 +498,12 @@ class Session:
             loop.meter.note(name, mean * size if size else torch.zeros_like(mean), current.share.rows)
 
     def score(self, value: float) -> None:
-        """Record a score of the current weights, equal on every rank; higher is better.
+        """Record a score of the current weights, equal on every rank; higher is better (*collective*).
 
-        The next checkpoint, usually at the end of the epoch, becomes `best` if its score exceeds all earlier ones.
+        Their checkpoint becomes `best` if the score exceeds all earlier ones. It is saved before the next batch is
+        read, or at the end of the epoch.
         """
+        self._stepper.settle(saves=False)
         self.loop.judge(float(value))
 
     def __enter__(self) -> Session:

@@ -7,12 +7,10 @@ the samples and the loss of all batches since the previous step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..errors import RequestError
@@ -26,8 +24,11 @@ from .shares import Handed
 class Stepper:
     """Gradients of the current global batch, and optimizer steps on them. Every rank makes the same calls."""
 
-    def __init__(self, loop: Loop, *, stepped: Callable[[bool], None]) -> None:
-        """Call `stepped(saves)` after each counted step (*collective*); see `Loop.end_step`."""
+    def __init__(self, loop: Loop, *, stepping: Callable[[], None], stepped: Callable[[bool], None]) -> None:
+        """Call `stepping()` before an optimizer steps, and `stepped(saves)` after each counted step (*collective*).
+
+        See `Loop.end_step` on `saves`.
+        """
         self.share: Handed | None = None
         """Share of the last backward pass, until its batch is settled."""
         self.is_left = False
@@ -36,18 +37,16 @@ class Stepper:
         """Backward passes outside of a loader's loop."""
         self.norm: Tensor | None = None
         """Norm of the gradients before the step, if the loop reports it."""
-        self.scaler: GradScaler | None = None
-        """The user's GradScaler that made the first step, if any."""
         self._loop, self._prepared, self._precision = loop, loop.prepared, loop.prepared.precision
         self._batch = GlobalBatch(self._prepared.exchange)
-        self._after_step = stepped
+        self._before_step, self._after_step = stepping, stepped
         self._stepped_by: set[Optimizer] = set()  # since the last counted step
         self._stepping: Optimizer | None = None  # may step the optimizer that it wraps; a scaler may step it
         self._lr = 0.0
         self._parts_at_step = 0  # backward passes before the last optimizer step
         self._keeps_gradients: bool | None = None
         """Whether the loop adds to gradients after a step; None until a second epoch has begun."""
-        self._has_warned = self._has_looked = False
+        self._has_warned = False
         has_scaler = self._precision.scaler is not None
         self._unscale = (lambda: self._precision.unscale(self._prepared.optimizers)) if has_scaler else None
 
@@ -60,6 +59,11 @@ class Stepper:
     def has_gradients(self) -> bool:
         """Whether a loss waits for an optimizer step."""
         return self._batch.has_loss
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the loop is between two batches, with every step counted."""
+        return self.share is None and not self.has_stepped
 
     @property
     def is_whole(self) -> bool:
@@ -167,11 +171,10 @@ class Stepper:
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
             )
         if optimizer in self._stepped_by:  # a loop may step twice on one batch
-            self._end(self.share, parts=self._parts_at_step)
+            self._end(self.share, parts=self._parts_at_step, saves=False)
         progress = self._prepared.world.progress
         progress.enter("step")
-        if not self._has_looked:
-            self._has_looked, self.scaler = True, _scaler_above()
+        self._before_step()
         self._stepping = optimizer
         try:
             result = self._precision.step_one(optimizer, step)
@@ -246,14 +249,3 @@ def _weighed(handed: Handed | None, weight: float | Tensor | None) -> float | Te
     if handed is not None and not handed.share.size:
         return 0.0
     return weight.item() if isinstance(weight, Tensor) and not weight.is_cuda else weight
-
-
-def _scaler_above() -> GradScaler | None:
-    """Return the GradScaler whose `step` has called this optimizer's, if one has."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is GradScaler.step.__code__:  # other frames' locals, once read, keep a batch alive
-            scaler: GradScaler = frame.f_locals["self"]
-            return scaler
-        frame = frame.f_back
-    return None

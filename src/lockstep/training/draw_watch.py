@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import _torch
@@ -18,12 +20,13 @@ class DrawWatch:
 
     def __init__(self, world: World) -> None:
         self.is_watching = False
+        self._others: tuple[Any, ...] = ()  # states of Python's and NumPy's generators at the beginning
         self._world = world
         self._mode = _Watcher()
 
     def begin(self) -> None:
         """Start watching."""
-        self.is_watching = True
+        self.is_watching, self._others = True, _other_states()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> str:
@@ -32,6 +35,8 @@ class DrawWatch:
         if stack and stack[-1] is watcher:
             watcher.__exit__(None, None, None)
         watcher.is_active = False  # below a user's mode, the watcher stays on the stack
+        if not watcher.first and _other_states() != self._others:
+            watcher.first = "the loop, by Python's or NumPy's generator,"
         places, seeded = zip(*self._world.gather([watcher.first, watcher.user_draw]), strict=True)
         if len(seeded) > 1 and seeded[0] is not None and all(draw == seeded[0] for draw in seeded):
             return (
@@ -45,6 +50,11 @@ class DrawWatch:
             f"{draw_places[0]} draws different random numbers on each rank, so that the model depends on the number of "
             'ranks; draws="global" gives the model of one device.'
         )
+
+
+def _other_states() -> tuple[Any, ...]:
+    _, key, *fields = np.random.get_state()
+    return random.getstate(), np.asarray(key).tobytes(), fields
 
 
 class _Watcher(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
