@@ -502,15 +502,15 @@ a collate function that mixes samples is not told: data/feed.py
 a batch of packed tokens is not told: data/feed.py
 - doubt = PACKS if len(tensor) > size else doubt
 + pass
-= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[code_after_an_evaluation-schedule]
+= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[code_after_an_evaluation-schedule-2]
 an evaluation saves half a step: sessions/passes.py
 - self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
 + self._stepper.settle()
-= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[same_batch_again-twice]
+= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[same_batch_again-twice-3]
 the first of two steps on a batch is saved: sessions/stepper.py
 - self._end(self.share, parts=self._parts_at_step, saves=False)
 + self._end(self.share, parts=self._parts_at_step)
-= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[second_loader-outliving]
+= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[second_loader-outliving-2]
 a resumed run begins its second loader anew: sessions/passes.py
 - self._resumed[id(loader)] = here
 + pass

@@ -211,7 +211,7 @@ def read_ahead_under_batchnorm(session: Any, how: str) -> Numbers:
 def second_loader(session: Any, how: str) -> Numbers:
     """Take batches of a second loader: by an iterator that goes on over epochs, or wholly before each epoch."""
     model, optimizer, loader = trio(session, data=regression(24))
-    other = session.prepare(DataLoader(regression(18), batch_size=6))
+    other = session.prepare(DataLoader(regression(30), batch_size=6))
     iterator, total = iter(other), 0.0
     for _ in session.epochs(3):
         if how == "each-epoch":

@@ -39,10 +39,11 @@ def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Ca
 
 
 @pytest.mark.parametrize(
-    "name", ["code_after_an_evaluation-schedule", "same_batch_again-twice", "second_loader-outliving"]
+    ("name", "every"),
+    [("code_after_an_evaluation-schedule", 2), ("same_batch_again-twice", 3), ("second_loader-outliving", 2)],
 )
-def test_a_loop_that_is_killed_resumes_to_the_same_bits(ranks: Runner, name: str) -> None:
-    assert ranks.resume_case(CASES[name], 2).outcome == RIGHT
+def test_a_loop_that_is_killed_resumes_to_the_same_bits(ranks: Runner, name: str, every: int) -> None:
+    assert ranks.resume((name,), 2, checkpoint_every=every).outcome == RIGHT
 
 
 @pytest.mark.parametrize("how", UNEVEN)
