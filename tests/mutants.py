@@ -502,7 +502,7 @@ a collate function that mixes samples is not told: data/feed.py
 a batch of packed tokens is not told: data/feed.py
 - doubt = PACKS if len(tensor) > size else doubt
 + pass
-= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[code_after_an_evaluation-schedule-2]
+= ranks/test_bring.py::test_a_loop_that_is_killed_resumes_to_the_same_bits[code_after_an_evaluation-schedule-3]
 an evaluation saves half a step: sessions/passes.py
 - self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
 + self._stepper.settle()
