@@ -32,7 +32,7 @@ def code_after_an_evaluation(session: Any, how: str) -> Numbers:
     model, optimizer, loader = trio(session)
     schedule = session.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
     stopper = session.prepare(Tally())
-    for _ in session.epochs(3):
+    for _ in session.epochs(4):
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
             if session.is_last:

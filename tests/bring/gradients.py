@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, Outcome, loop
+from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, mlp, regression, seeded, trio
 
 
@@ -367,7 +367,7 @@ def step_within_backward(session: Any, how: str) -> Numbers:
 
 
 # Gradients are None before a global batch's last micro-batch: the user's own line fails, with a note.
-@loop("decay", "sign", "centre", accumulated=RIGHT | Outcome.FAILED)
+@loop("decay", "sign", "centre", accumulated=RIGHT | REFUSED)
 @loop("last", "noise")
 def change_gradients(session: Any, how: str) -> Numbers:
     """Change `.grad` by hand between backward and step."""

@@ -761,3 +761,32 @@ def test_what_no_resume_would_restore_is_told_at_the_first_save(
     warnings = [row["text"] for row in events(tmp_path / "run", "warning")]
     assert len(warnings) == bool(told), warnings
     assert all(text in warnings[0] for text in told), warnings
+
+
+def test_a_sampler_keeps_the_epoch_that_the_loop_sets() -> None:
+    class Sampler(SequentialSampler):
+        epoch = 0
+
+        def __iter__(self) -> Any:
+            yield from torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    for first in (0, 100):
+        ours, sampler = session(World.alone()), Sampler(images())
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(images(), batch_size=20, sampler=sampler)
+        model, optimizer, loader = ours.prepare(model, optimizer, loader)
+        for epoch in ours.epochs(2):
+            labels = []
+            if first:
+                sampler.set_epoch(first + epoch)
+            for batch in loader:
+                labels.append(batch[1])
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+            plain = Sampler(images())
+            plain.set_epoch(first + epoch)
+            assert torch.equal(torch.cat(labels), images().tensors[1][list(plain)])

@@ -103,6 +103,7 @@ class SharedLoader:
         self.loader, self._world, self._seed = loader, world, seed
         self._trial = copy.copy(getattr(loader, "sampler", None))  # a sampler may count its draws
         self._drawn_epochs = 0
+        self._sampler_epoch = getattr(self._trial, "epoch", None)  # as the sampler was, or as it was set here
         self.order_digest = ""
         """Digest of the order of the last pass, if the user's sampler draws it."""
 
@@ -320,8 +321,10 @@ class SharedLoader:
 
     def _draw(self, sampler: Any, epoch: int, drawn_as: int) -> Indices:
         """Return the sampler's indices, equal on every rank. Seeds the global generators, and restores them."""
-        if set_epoch := getattr(sampler, "set_epoch", None):
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if set_epoch and getattr(sampler, "epoch", None) == self._sampler_epoch:  # else the loop has set it
             set_epoch(epoch)
+            self._sampler_epoch = getattr(sampler, "epoch", None)
         attributes = getattr(sampler, "__dict__", {}).values()
         generators = [value for value in attributes if isinstance(value, torch.Generator)]
         states = [generator.get_state() for generator in generators]

@@ -41,6 +41,7 @@ KINDS = (
     "saves",
     "closes its session or has ended its script",
     "begins a pass in its sampler's order",
+    "calls session.score",
 )
 (
     END_EPOCH,
@@ -52,6 +53,7 @@ KINDS = (
     SAVE,
     CLOSE,
     ORDER,
+    SCORE,
 ) = range(len(KINDS))
 
 

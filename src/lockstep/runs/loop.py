@@ -79,6 +79,7 @@ class Loop:
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._result: Callable[[], dict[str, Any]] | None = None
         self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
+        self._has_differed = False
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: tuple[int, float] | None = None  # (step, score) of the last scored weights, until they are saved
         self._evaluation: dict[str, Any] = {}
@@ -402,6 +403,12 @@ class Loop:
         self.position.partial_s = self.meter.train_s - self._train_s
         pending = self.pending()
         state = self.prepared.state(self.position.step, pending=pending is not None and pending["is_held"])
+        if not self._has_differed and (differing := self.prepared.find_differing_state(state)):
+            self._has_differed = True
+            self.warn(
+                f"the state of {differing} differs between ranks, and a checkpoint holds rank 0's: let its state_dict "
+                "return what session.gather returns, and its load_state_dict take this rank's part"
+            )
         if self._world.is_main and not self._has_compared:
             self._has_compared = True
             for sentence in self.prepared.compare_restored(state):

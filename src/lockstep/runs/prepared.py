@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ..checkpoint.state import (
     optimizer_state,
 )
 from ..checks import finite
+from ..checks.digest import digest
 from ..checks.samples import Indices
 from ..config.schema import RunConfig
 from ..data.ranks import is_changed
@@ -229,6 +231,18 @@ class Prepared:
                     tensors[f"gradients/{name}"] = gradient.to_dense() if gradient.is_sparse else gradient
         return State(tensors, meta)
 
+    def find_differing_state(self, state: State) -> str:
+        """Return the class of an object whose state in `state` differs between ranks, or "" (*collective*)."""
+        own = [
+            [json.dumps(packed), *(int(digest([state.tensors[name]])) for name in _names_in(packed))]
+            for packed in state.meta.get("others", [])
+        ]
+        for of_rank in self.world.gather(own) if own else []:
+            for item, mine, other in zip(self.stateful_objects, own, of_rank, strict=True):
+                if mine != other:
+                    return type(item).__name__
+        return ""
+
     def compare_restored(self, state: State) -> Iterator[str]:
         """Yield a sentence per model or object of which a copy that loads `state`, just saved, differs from it."""
         extra = _unpack(state.meta["extra"], state.tensors) or {}
@@ -373,6 +387,19 @@ def _pack(value: Any, tensors: dict[str, Tensor], names: dict[int, str]) -> Any:
         f"The state of an object in session.prepare has a {type(value).__name__}, and checkpoints hold no pickles: "
         "use tensors, arrays, numbers, texts, lists, tuples, sets and dicts."
     )
+
+
+def _names_in(packed: Any) -> Iterator[str]:
+    """Yield the names of the tensors in a result of `_pack`."""
+    if isinstance(packed, list):
+        for item in packed:
+            yield from _names_in(item)
+    elif isinstance(packed, dict):
+        ((kind, content),) = packed.items()
+        if kind == "tensor":
+            yield content
+        elif isinstance(content, list) and kind in _CONTAINERS:
+            yield from _names_in(content)
 
 
 def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -34,6 +34,7 @@ def describe_start(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
         "ledger": config.proof.ledger,
         "seed": str(config.seed),
         "threads": torch.get_num_threads(),
+        "compiler": "imported at its first use",  # torch's, by `_torch.spare_compiler`
         "malloc": "keeps freed memory" if hardware.keeps_freed_memory else "",
     }
     if not prepared.is_recipe:

@@ -151,6 +151,8 @@ class FirstStep:
                 "the loop has a GradScaler that session.prepare was not given: no checkpoint holds its scale, and a "
                 "resumed run begins with the initial one; prepare it with the optimizer"
             )
+        if source is None and (prepared.config.batch.accumulate or 1) > 1:
+            sentences.append("accumulate has no effect without a loader that session.prepare was given")
         if not self._is_in_epochs and saves:
             sentences.append(
                 "this run cannot be resumed, since its loop does not go over session.epochs(…): write `for epoch in "
@@ -201,25 +203,36 @@ class AverageWatch:
     _STEPS = 3  # of the first one, an average that begins as a copy is as before
 
     def __init__(self, prepared: Prepared) -> None:
-        optimized = {
+        self._prepared = prepared
+        self._optimized = {
             parameter
             for optimizer in prepared.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        self._models = {
-            name: model
-            for name, model in prepared.models.items()
-            if not any(parameter in optimized for parameter in model.parameters())
-        }
         self._digests: dict[str, int] = {}
-        self._steps = self._STEPS if self._models and optimized else 0
+        self._steps = self._STEPS if self._optimized and self._averages() else 0
+
+    def _averages(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that no optimizer steps: weights of prepared models, and attributes of other objects."""
+        found: dict[str, list[Tensor]] = {
+            name: [parameter for parameter in model.parameters() if parameter not in self._optimized]
+            for name, model in self._prepared.models.items()
+        }
+        for item in self._prepared.stateful_objects:
+            for value in getattr(item, "__dict__", {}).values():
+                values: Any = list(value.parameters()) if isinstance(value, nn.Module) else value
+                values = list(values.values()) if isinstance(values, dict) else values
+                for tensor in values if isinstance(values, list | tuple) else ():
+                    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor not in self._optimized:
+                        found.setdefault(type(item).__name__, []).append(tensor)
+        return {name: tensors for name, tensors in found.items() if tensors}
 
     def look(self, micro: int) -> str:
         """Compare within a batch, before the backward pass of each micro-batch. Returns a sentence or ""."""
         if not self._steps:
             return ""
-        digests = {name: int(digest(list(model.parameters()))) for name, model in self._models.items()}
+        digests = {name: int(digest([tensor.detach() for tensor in found])) for name, found in self._averages().items()}
         changed = [name for name, value in digests.items() if micro and self._digests.get(name, value) != value]
         self._digests = digests
         self._steps = 0 if changed else self._steps - (micro == 0)

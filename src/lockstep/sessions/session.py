@@ -56,8 +56,9 @@ _RESERVED = (
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """Names of the fields that records already have."""
-_NO_GRADIENT = (AttributeError, TypeError, AssertionError)
-"""Errors of code, and of a GradScaler, that reads a gradient which is None."""
+_NO_GRADIENT = (AttributeError, TypeError, AssertionError, RuntimeError)
+_NO_GRADIENT_TEXTS = ("NoneType", "inf checks", "nested_tensorlist")
+"""Errors of code, of a GradScaler and of clip_grad_value_ where a gradient is None."""
 
 
 class Session:
@@ -279,6 +280,8 @@ class Session:
         Saves the session at the end of each epoch; records the checks after the last. Raises `RequestError` for a
         second loop, and for an epoch without a prepared loader or without any optimizer step.
         """
+        if not isinstance(count, int):
+            raise RequestError(f"session.epochs takes the number of epochs; found a {type(count).__name__}.")
         if self.loop.is_finished:
             raise RequestError(
                 "session.epochs was called again after its last epoch; a session has one loop over epochs."
@@ -287,7 +290,7 @@ class Session:
         if not loop.has_begun:
             self._begin(count)
         loop.epochs = count
-        has_stepped = self.step > 0
+        has_stepped, has_warned = self.step > 0, False
         while loop.goes_on(count):
             first_step, (outside, number) = self.step, (stepper.outside, passes.number)
             yield loop.position.epochs
@@ -298,9 +301,11 @@ class Session:
                     "An epoch is over, and its loop used no loader that session.prepare returned: use that loader."
                 )
             has_stepped = has_stepped or self.step > first_step
-            if stepper.has_gradients and self.step == first_step and not has_stepped:
+            if stepper.has_gradients and self.step == first_step and not has_warned:
+                has_warned = True
                 loop.warn(
-                    "an epoch is over without an optimizer step: session.backward was called, optimizer.step() not"
+                    "an epoch is over without a step of a prepared optimizer, though session.backward was called; an "
+                    "optimizer that is made later is not prepared, and its steps are not counted"
                 )
             passes.end_epoch()
         if stepper.has_gradients and not has_stepped:
@@ -389,7 +394,8 @@ class Session:
         if handed is not None and weight is None and shares.beside(handed):
             raise RequestError(
                 "session.backward was given a loss while batches of two loaders are under way, of which this rank has "
-                "different parts: call it for the loss of each, or give the loaders batch sizes that split alike."
+                "different parts: call it for the loss of each, give the loaders batch sizes that split alike, or say "
+                "how many of this rank's samples it is a mean over, by weight=."
             )
         if handed is not None and weight is None and batch is None and self._passes.shares.joins(handed):
             raise RequestError(
@@ -504,6 +510,7 @@ class Session:
         read, or at the end of the epoch.
         """
         self._stepper.settle(saves=False)
+        self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{float(value)!r}"])
         self.loop.judge(float(value))
 
     def __enter__(self) -> Session:
@@ -519,11 +526,7 @@ class Session:
         self._is_closed = True
         share = self._stepper.share
         is_within = share is not None and not share.share.last
-        if (
-            is_within
-            and isinstance(error, _NO_GRADIENT)
-            and any(text in str(error) for text in ("NoneType", "inf checks"))
-        ):
+        if is_within and isinstance(error, _NO_GRADIENT) and any(text in str(error) for text in _NO_GRADIENT_TEXTS):
             error.add_note(
                 "a gradient is None until the global batch's last micro-batch: put code that changes gradients under "
                 "`if session.is_last`, and give a GradScaler to session.prepare"
