@@ -68,6 +68,7 @@ def test_whoever_talks_to_the_ports_of_a_job_on_one_host_changes_nothing(
     assert (losses(tmp_path / "run"), weights(tmp_path / "run")) == (losses(undisturbed), weights(undisturbed))
 
 
+@pytest.mark.long
 def test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing(undisturbed: Path, tmp_path: Path) -> None:
     """Of ranks that torchrun starts again, whose store torch serves to everybody on the host."""
     port, theirs = free_port(), tmp_path / "theirs"
@@ -97,6 +98,7 @@ def test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing(undis
     assert (losses(tmp_path / "run"), weights(tmp_path / "run")) == (losses(undisturbed), weights(undisturbed))
 
 
+@pytest.mark.long
 def test_a_rank_with_another_secret_is_told_why_it_is_alone(tmp_path: Path) -> None:
     meets = ("--launcher", "manual", "--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", 2)
     words = ("train", "digits", "--accelerator", "cpu", "--strategy", "ddp", "--timeout", 5, "--output", "run", *meets)

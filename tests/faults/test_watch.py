@@ -41,6 +41,7 @@ def test_a_rank_that_hangs_or_crashes_is_named_and_leaves_its_stacks(
         assert (summary["exit"], summary["error"]) == (1, told)
 
 
+@pytest.mark.long
 def test_a_rank_alone_that_evaluates_long_and_is_stopped_meanwhile_goes_on(tmp_path: Path) -> None:
     words = (*WORDS.split(), "tests.own_data:evaluated_slowly", "--workers", 0, "--epochs", 1, "--stall-timeout", 1)
     with start(tmp_path, "train", *words) as run:

@@ -14,7 +14,7 @@ from ..bring.runner import Runner
 from ..pool import RankPool
 
 CASES = catalogue.cases()
-SEED, QUICK = 1, 25
+SEED, QUICK = 1, 12
 """Generated programs of this seed; `python -m tests.bring.generate` draws as many as wanted."""
 
 

@@ -140,6 +140,7 @@ def _greet(listener: socket.socket) -> None:
             peers.enter_context(listener.accept()[0]).sendall(b"SSH-2.0-OpenSSH\r\n")
 
 
+@pytest.mark.long
 def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_PROBE_S", 1.0)
     (tmp_path / "notes.txt").write_text("not ours\n")

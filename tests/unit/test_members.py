@@ -50,6 +50,7 @@ def test_a_state_that_would_run_something_is_refused(tmp_path: Path) -> None:
         marker.unlink()
 
 
+@pytest.mark.long
 def test_an_agent_that_waits_for_a_lost_node_goes_on_with_its_own_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_WORD_OF_ALL_S", 4.0)
     monkeypatch.setattr(nodes, "_AGREEING", 1)
