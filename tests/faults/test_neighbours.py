@@ -68,7 +68,6 @@ def test_whoever_talks_to_the_ports_of_a_job_on_one_host_changes_nothing(
     assert (losses(tmp_path / "run"), weights(tmp_path / "run")) == (losses(undisturbed), weights(undisturbed))
 
 
-@pytest.mark.long
 def test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing(undisturbed: Path, tmp_path: Path) -> None:
     """Of ranks that torchrun starts again, whose store torch serves to everybody on the host."""
     port, theirs = free_port(), tmp_path / "theirs"

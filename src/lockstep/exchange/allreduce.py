@@ -32,6 +32,8 @@ _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
 busy."""
 
+_MOST_LAYOUTS = 4
+
 
 @dataclass
 class _Plan:
@@ -64,6 +66,7 @@ class AllReduce(Exchange):
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
         self._plans: dict[int, _Plan] = {}  # by the number of the part
+        self._layouts: dict[bytes, tuple[Any, Any, Any]] = {}  # those three, by which parameters train
         self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
         # State of the current backward pass:
         self._pass: Pass | None = None
@@ -171,6 +174,11 @@ class AllReduce(Exchange):
             return
         self._trained = trained
         self._trained_checksum = zlib.crc32(bytes(trained))
+        if (layout := self._layouts.get(bytes(trained))) is not None:  # a loop that freezes and thaws in each step
+            self._buckets, self._place, self._plans = layout
+            return
+        while len(self._layouts) >= _MOST_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
         numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
         self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
         self._place = {
@@ -179,6 +187,7 @@ class AllReduce(Exchange):
             for number, index in enumerate(bucket.indices)
         }
         self._plans = {}
+        self._layouts[bytes(trained)] = self._buckets, self._place, self._plans
         for index, parameter in numbered:
             if parameter not in self._hooks:
                 register: Any = parameter.register_post_accumulate_grad_hook

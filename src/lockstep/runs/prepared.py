@@ -118,6 +118,12 @@ class Prepared:
         return self.first_loader
 
     @property
+    def optimized(self) -> set[Tensor]:
+        """Parameters of the prepared optimizers."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return {parameter for group in groups for parameter in group["params"]}
+
+    @property
     def devices(self) -> Sequence[torch.device]:
         """Devices that this process computes on."""
         return [self.world.device]

@@ -33,12 +33,7 @@ class FirstStep:
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
         self._scaler: GradScaler | None = None  # that made the step, if any
         self._divisors: list[tuple[Tensor, int]] = []  # of means over labels: (divisor, labels)
-        owned = {
-            parameter
-            for optimizer in prepared.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        owned = prepared.optimized
         self._unowned = {  # trainable parameters of no prepared optimizer, with their digests
             name: (parameter, int(digest([parameter.detach()])))
             for model in prepared.models.values()
@@ -204,12 +199,7 @@ class AverageWatch:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._optimized = {
-            parameter
-            for optimizer in prepared.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        self._optimized = prepared.optimized
         self._digests: dict[str, int] = {}
         self._steps = self._STEPS if self._optimized and self._averages() else 0
 
