@@ -98,9 +98,10 @@ def test_global_draws_are_those_of_one_process_but_in_micro_batches_and_threads(
     *whole, parts = both["ddp"].rows
     assert all(row.gap < 1e-12 for row in whole)
     assert parts.gap > 1e-3
-    for answer in both.values():
-        assert causes(answer) == ["randomness"]
-        assert answer.by_design
+    assert causes(both["ddp"]) == ["randomness"]
+    assert both["ddp"].by_design
+    # Threads draw in the order in which they run, by chance that of one process.
+    assert causes(both["dp"]) in ([], ["randomness"])
 
 
 def test_parameters_that_the_loss_reaches_on_some_ranks_alone_agree(pool: RankPool) -> None:
