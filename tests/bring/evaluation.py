@@ -48,6 +48,18 @@ def code_after_an_evaluation(session: Any, how: str) -> Numbers:
     return [checksum(model), optimizer.param_groups[0]["lr"], stopper.count]
 
 
+@loop(outcome=TOLD, alone=RIGHT, accumulated=SKIPPED, has_plain=False, quick=True)
+def state_by_rank(session: Any, how: str) -> Numbers:
+    """Prepare an object whose state differs between ranks, as an environment's does."""
+    model, optimizer, loader = trio(session)
+    tally = session.prepare(Tally())
+    for _ in session.epochs(2):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x, y))
+            tally.count += session.rank
+    return [checksum(model) + session.sum(tally.count)]
+
+
 class Tally:
     """An object that counts."""
 

@@ -247,6 +247,22 @@ def rolled(batch: list[Pair]) -> Pair:
     return 0.7 * x + 0.3 * x.roll(1, 0), 0.7 * y + 0.3 * y.roll(1, 0)
 
 
+def squeezed(batch: list[Pair]) -> Pair:
+    """Drop dimensions of one element, that of a single sample too."""
+    x, y = (torch.stack([pair[part] for pair in batch]) for part in (0, 1))
+    return x[:, :1].squeeze(), y
+
+
+@loop(accumulated=SKIPPED, quick=True)
+def squeezed_samples(session: Any, how: str) -> Numbers:
+    """Squeeze the batches of a data set of three samples."""
+    model, optimizer, loader = trio(session, data=regression(3), batch=3, collate_fn=squeezed)
+    for _ in session.epochs(4):
+        for x, y in loader:
+            descend(session, optimizer, error(model, x.reshape(-1, 1).expand(-1, FEATURES), y), batch=y)
+    return [checksum(model)]
+
+
 @loop("pairs", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
 @loop("rolled", outcome=TOLD, alone=RIGHT, accumulated=TOLD, quick=True)
 def mixed_samples(session: Any, how: str) -> Numbers:

@@ -342,8 +342,8 @@ def _compare_halves(batches: Sequence[Any], size: int) -> str:
     """Compare a batch of `size` samples with its two halves; see `Batches._collation`."""
     doubt = ""
     for tensor, *halves in zip(*map(_tensors, batches), strict=False):
-        if not tensor.dim() or any(half.shape[1:] != tensor.shape[1:] for half in halves):
-            continue  # padded to the longest sample
+        if not tensor.dim() or any(not half.dim() or half.shape[1:] != tensor.shape[1:] for half in halves):
+            continue  # padded to the longest sample, or squeezed
         joined = torch.cat(halves)
         if len(joined) != len(tensor):
             continue

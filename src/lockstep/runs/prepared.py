@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,8 +240,13 @@ class Prepared:
 
     def find_differing_state(self, state: State) -> str:
         """Return the class of an object whose state in `state` differs between ranks, or "" (*collective*)."""
+        if self.world.size == 1:
+            return ""
         own = [
-            [json.dumps(packed), *(int(digest([state.tensors[name]])) for name in _names_in(packed))]
+            [
+                hashlib.sha256(json.dumps(packed).encode()).hexdigest(),
+                *(int(digest([state.tensors[name]])) for name in _names_in(packed)),
+            ]
             for packed in state.meta.get("others", [])
         ]
         for of_rank in self.world.gather(own) if own else []:

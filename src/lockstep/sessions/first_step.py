@@ -209,12 +209,13 @@ class AverageWatch:
             name: [parameter for parameter in model.parameters() if parameter not in self._optimized]
             for name, model in self._prepared.models.items()
         }
+        shapes = {parameter.shape for parameter in self._optimized}  # a meter's tensors have others
         for item in self._prepared.stateful_objects:
             for value in getattr(item, "__dict__", {}).values():
                 values: Any = list(value.parameters()) if isinstance(value, nn.Module) else value
                 values = list(values.values()) if isinstance(values, dict) else values
                 for tensor in values if isinstance(values, list | tuple) else ():
-                    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor not in self._optimized:
+                    if isinstance(tensor, Tensor) and tensor.shape in shapes and tensor not in self._optimized:
                         found.setdefault(type(item).__name__, []).append(tensor)
         return {name: tensors for name, tensors in found.items() if tensors}
 

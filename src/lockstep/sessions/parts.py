@@ -121,7 +121,7 @@ def replace_step(
         closure = next(filter(callable, given), None)
         return wrapper(
             optimizer,
-            functools.partial(original, *args, **options) if given != [None] * len(given) else original,
+            functools.partial(original, *args, **options) if any(value is not None for value in given) else original,
             closure,
         )
 
