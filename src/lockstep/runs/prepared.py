@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..batching import BatchPlan
 from ..checkpoint import find
+from ..checkpoint.packing import names_in, pack, unpack
 from ..checkpoint.state import (
     State,
     add_buffers,
@@ -42,17 +41,6 @@ from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.world import World
 from .restored import describe_differences, plain_copy
-
-_EXTRA_GROUP = "own"  # group of the tensors in the states of schedules and other user objects
-_CONTAINERS: dict[str, Any] = {
-    "counter": Counter,
-    "ordered": OrderedDict,
-    "dict": dict,
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-}
-_SUBCLASSES = ("dict", "list", "tuple")  # their subclasses, such as defaultdict, are restored as plain containers
 
 
 @runtime_checkable
@@ -157,7 +145,7 @@ class Prepared:
                 "the model after the last change of its layers."
             )
         for item in self.stateful_objects:
-            _pack(item.state_dict(), {}, {})
+            pack(item.state_dict(), {}, {})
         owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
@@ -225,11 +213,11 @@ class Prepared:
             model_tensors, extra[name] = model_state(model, under=name)
             tensors |= model_tensors
         names = {id(tensor): name for name, tensor in tensors.items()}
-        meta = optimizers.meta | self._facts() | {"extra": _pack(extra, tensors, names)}
+        meta = optimizers.meta | self._facts() | {"extra": pack(extra, tensors, names)}
         if not self.is_recipe:  # else settings follow from the config and the step
             meta["optimizer"] = {}
-            meta["optimizers"] = [_pack(optimizer.state_dict(), tensors, names) for optimizer in self.optimizers]
-            meta["others"] = [_pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
+            meta["optimizers"] = [pack(optimizer.state_dict(), tensors, names) for optimizer in self.optimizers]
+            meta["others"] = [pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
             meta |= {"made": self._settings, "kinds": self._kinds(), "orders": self._orders()}
         meta["buffers"] = {name: buffer_owners(model) for name, model in self.groups.items()}
         if pending:
@@ -245,7 +233,7 @@ class Prepared:
         own = [
             [
                 hashlib.sha256(json.dumps(packed).encode()).hexdigest(),
-                *(int(digest([state.tensors[name]])) for name in _names_in(packed)),
+                *(int(digest([state.tensors[name]])) for name in names_in(packed)),
             ]
             for packed in state.meta.get("others", [])
         ]
@@ -257,9 +245,9 @@ class Prepared:
 
     def compare_restored(self, state: State) -> Iterator[str]:
         """Yield a sentence per model or object of which a copy that loads `state`, just saved, differs from it."""
-        extra = _unpack(state.meta["extra"], state.tensors) or {}
+        extra = unpack(state.meta["extra"], state.tensors) or {}
         models = {name: (model, state.part(name), extra.get(name)) for name, model in self.groups.items()}
-        saved = [_unpack(item, state.tensors) for item in state.meta.get("others", [])]
+        saved = [unpack(item, state.tensors) for item in state.meta.get("others", [])]
         return describe_differences(models, list(zip(self.stateful_objects, self._fresh, saved, strict=False)))
 
     def load(self, state: State) -> None:
@@ -273,10 +261,10 @@ class Prepared:
         if is_own:
             self._check_parts(state)
             for optimizer, saved in zip(self.optimizers, state.meta["optimizers"], strict=True):
-                load_own_optimizer(optimizer, _unpack(saved, state.tensors))
+                load_own_optimizer(optimizer, unpack(saved, state.tensors))
             self._note_restored_settings(state)
             for item, saved in zip(self.stateful_objects, state.meta["others"], strict=True):
-                item.load_state_dict(_unpack(saved, state.tensors))
+                item.load_state_dict(unpack(saved, state.tensors))
         else:
             load_optimizer(self._all, self.optimizers, state)
         gradients = state.part("gradients")
@@ -288,7 +276,7 @@ class Prepared:
         """Load only the models and the average. Raises `RequestError` for tensors that do not fit."""
         with understanding(state.origin or Path("the checkpoint")):
             for name, model in self.groups.items():
-                extra = _unpack(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}
+                extra = unpack(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}
                 add_buffers(model, state.part(name), state.meta.get("buffers", {}).get(name, {}))
                 load_model(model, state.part(name), extra.get(name))
 
@@ -374,54 +362,3 @@ class Prepared:
         return (
             f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{hint}."
         )
-
-
-def _pack(value: Any, tensors: dict[str, Tensor], names: dict[int, str]) -> Any:
-    """Return plain data for JSON. Adds tensors to `tensors` unless `names` has their id.
-
-    Raises `RequestError` for other objects.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        group = f"{_EXTRA_GROUP}/"
-        name = names.get(id(value)) or f"{group}{sum(key.startswith(group) for key in tensors)}"
-        tensors[name] = value.detach()
-        return {"tensor": name}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        kind = "array" if isinstance(value, np.ndarray) else "number"
-        return {kind: [str(value.dtype), value.tolist()]}
-    for name, kind in _CONTAINERS.items():
-        if type(value) is kind or (name in _SUBCLASSES and isinstance(value, kind)):
-            items = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
-            return {name: [_pack(item, tensors, names) for item in items]}
-    raise RequestError(
-        f"The state of an object in session.prepare has a {type(value).__name__}, and checkpoints hold no pickles: "
-        "use tensors, arrays, numbers, texts, lists, tuples, sets and dicts."
-    )
-
-
-def _names_in(packed: Any) -> Iterator[str]:
-    """Yield the names of the tensors in a result of `_pack`."""
-    if isinstance(packed, list):
-        for item in packed:
-            yield from _names_in(item)
-    elif isinstance(packed, dict):
-        ((kind, content),) = packed.items()
-        if kind == "tensor":
-            yield content
-        elif isinstance(content, list) and kind in _CONTAINERS:
-            yield from _names_in(content)
-
-
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content].clone()
-    if kind in ("array", "number"):
-        array = np.array(content[1], content[0])
-        return array if kind == "array" else array[()]
-    items = [_unpack(item, tensors) for item in content]
-    return Counter(dict(items)) if kind == "counter" else _CONTAINERS[kind](items)
