@@ -165,8 +165,8 @@ replicas in threads forget the precision: exchange/replicas.py
 - enabled=dtype is not None
 + enabled=False
 = unit/test_evaluation.py::test_all_ranks_evaluate_the_model_that_is_saved
-each rank evaluates statistics of its own: jobs/classifier.py
-- job.world.broadcast(list(model.buffers()))
+each rank evaluates statistics of its own: sessions/passes.py
+- self._world.broadcast(list(model.buffers()))
 + pass
 = unit/test_optim.py::test_a_loss_of_ones_own_is_called_for_training_and_evaluation
 an evaluation smooths its labels: training/losses.py
@@ -297,9 +297,9 @@ a sample stands twice in the order: data/order.py
 - values[outside] = walked = self._encipher(values[outside])
 + values[outside] = walked = values[outside] % np.uint64(self.samples)
 = unit/test_evaluation.py::test_each_sample_counts_once
-an evaluation pads its last batch: jobs/evaluation.py
-- min(start + batch, end)
-+ start + batch
+an evaluation pads its last batch: batching.py
+- whole = _cut(range(samples), batches, batch)
++ whole = _cut(range(batches * -(-samples // batches)), batches, batch)
 = ranks/test_samples.py::test_a_clean_run_holds_each_sample_once
 the order is another one on each rank: jobs/job.py
 - seed=self.config.seed, epoch=epoch)
@@ -347,7 +347,7 @@ a run is taken up a step too far: runs/position.py
 - "trained": list(meta["trained"])}
 + "trained": list(meta["trained"]), "step": meta["step"] + 1}
 the optimizer's state is lost: runs/prepared.py
-- load_optimizer(self._all, self.optimizers, state)
+- load_optimizer(optimizer, loaded)
 + pass
 = ranks/test_laws.py::test_a_continued_run_ends_with_the_same_bits[7-2-values1]
 the model's randomness begins anew: runs/loop.py
@@ -420,7 +420,7 @@ each rank is compared with itself: checks/replicas.py
 - any(row[:-3] != by_rank[0][:-3] for row in by_rank)
 + any(row[:-3] != row[:-3] for row in by_rank)
 the optimizer's state is not compared: runs/prepared.py
-- tensors = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
+- tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
 + tensors = dict(self._weights())
 averaged weights are not compared: runs/prepared.py
 - return self.models if self.average is None else
@@ -708,8 +708,8 @@ a mean over nothing is taken: exchange/batch.py
 + return loss * factor
 = unit/test_engine.py::test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left
 a finished run has the scores of another step: runs/loop.py
-- return self._result is not None and position.evaluated != position.step
-+ return False
+- if self.at_end is not None and position.evaluated != position.step:
++ if False:
 """
 )
 

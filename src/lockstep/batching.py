@@ -106,6 +106,19 @@ class BatchPlan:
             for share in full_batch if total == self.global_size else self.batch_shares(total, rank):
                 yield share._replace(start=begin + share.start, stop=begin + share.stop, step=step)
 
+    def evaluation(self, samples: int, rank: int) -> Iterator[Share]:
+        """Yield the rank's share of each batch of an evaluation of `samples`, in their order.
+
+        A batch has one micro-batch. No share is empty unless there are fewer samples than ranks.
+        """
+        batches = max(1, min(-(-samples // self.global_size), samples // self.ranks)) if samples else 0
+        for batch in range(batches):
+            whole = _cut(range(samples), batches, batch)
+            share = _cut(whole, self.ranks, rank)
+            span = share or whole[:1]
+            row = share.start - whole.start
+            yield Share(span.start, span.stop, len(share), len(whole), True, batch, 0, row, len(whole))
+
     def batch_shares(self, total: int, rank: int) -> list[Share]:
         """Return the rank's shares of a batch of `total` samples. Positions count from the batch's beginning."""
         micros, shares = self._micros(total), list[Share]()

@@ -43,9 +43,6 @@ class Task(Protocol):
     lr: Callable[[int], float]
     """Learning rate at an optimizer step, counted from 0."""
 
-    def begin(self) -> None:
-        """Begin the session's run, and prepare the first step (*collective*)."""
-
     def backward(self, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Compute the loss of this rank's share, and its gradients; return (logits, labels) or None (*collective*)."""
 
@@ -77,7 +74,6 @@ def train(
             task = Classifier(job, session)
             learn(task, session, config)
         world.progress.enter("")  # not after an error, whose report names the phase
-        assert task.result is not None
         return task.result
     finally:
         job.data.close()
@@ -99,11 +95,10 @@ def run_own_step(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> di
 
 def learn(task: Task, session: Session, config: RunConfig) -> None:
     """Train for the config's epochs (*collective*)."""
-    task.begin()
     for epoch in session.epochs(config.epochs):
         for batch in task.batches:
             train_share(task, session, batch, config.optim.clip)
-        if session.loop.is_done or (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
+        if session.is_done or (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
             task.evaluate()
 
 

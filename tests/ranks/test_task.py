@@ -183,7 +183,7 @@ def test_best_follows_the_metric_on_a_validation_set_and_the_test_set_comes_once
     train(World.alone(), tmp_path / "stops", values)
     tests, rows = scored(tmp_path / "stops")
     assert [row["epoch"] for row in rows] == [0, 1, 2]
-    assert "stopped: the score has not improved in 2 evaluations (--patience 2)" in capsys.readouterr().out
+    assert "stopped early: the score has not improved in 2 evaluations (--patience 2)" in capsys.readouterr().out
     best = load(tmp_path / "stops" / "checkpoints" / "best")
     assert best.meta["epochs"] == 1, "the first was none the worse"
     assert tests["test_best_loss"] != tests["test_loss"]

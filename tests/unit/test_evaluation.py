@@ -15,7 +15,7 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.data.source import Fetched, Indices
 from lockstep.jobs.classifier import evaluate_checkpoint
-from lockstep.jobs.evaluation import evaluate
+from lockstep.jobs.evaluation import EvaluationShares, evaluate
 from lockstep.record.base import Nothing
 from lockstep.record.result import Scores
 from lockstep.trainer import train
@@ -25,7 +25,7 @@ from ..pool import RankPool
 
 
 class Logits:
-    """A test set whose samples are the logits themselves; remembers which ones were asked for."""
+    """A test set whose samples are the logits themselves."""
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
@@ -37,29 +37,27 @@ class Logits:
         self.classes = classes
         self.x = torch.randn(samples, classes, generator=generator, dtype=torch.float64)
         self.y = torch.randint(classes, (samples,), generator=generator)
-        self.asked: list[int] = []
 
     def __len__(self) -> int:
         return len(self.x)
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         for share in shares:
-            self.asked += share.tolist()
             yield Fetched(self.x[share], self.y[share], share)
 
     def close(self) -> None:
         pass
 
 
-def _scores(model: nn.Module, source: Logits, world: World, batch: int) -> Scores:
-    found = evaluate(model, source, world, batch=batch, autocast=nullcontext)
-    assert found is not None
-    return found
+def _scores(model: nn.Module, source: Logits, world: World, batch: int, **options: Any) -> Scores:
+    shares = EvaluationShares(source, world, batch).shares()
+    return evaluate(model, (micro.batch for micro in shares), world, autocast=nullcontext, **options)
 
 
 def _on_a_rank(world: World, samples: int, classes: int, batch: int) -> tuple[Scores, list[int]]:
     source = Logits(samples, classes)
-    return _scores(nn.Identity(), source, world, batch), source.asked
+    indices = [micro.batch[2].tolist() for micro in EvaluationShares(source, world, batch).shares()]
+    return _scores(nn.Identity(), source, world, batch), [index for part in indices for index in part]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def test_each_sample_counts_once(pool: RankPool, ranks: int, samples: int, class
     for scores, _ in answers:
         assert (scores.top1, scores.top5, scores.samples) == (top1, top5, samples)
         assert scores.loss == pytest.approx(loss, rel=1e-12)
-    assert [index for _, asked in answers for index in asked] == list(range(samples))
+    assert sorted(index for _, counted in answers for index in counted) == list(range(samples))
 
 
 def test_ties_go_to_the_first_class_and_nan_counts_as_wrong() -> None:
@@ -88,9 +86,7 @@ def test_ties_go_to_the_first_class_and_nan_counts_as_wrong() -> None:
     source.x[3, 2] = source.x[7] = torch.nan
     warnings: list[str] = []
     rows: list[Tensor] = []
-    how: dict[str, Any] = {"autocast": nullcontext, "warn": warnings.append, "predictions": rows}
-    found = evaluate(nn.Identity(), source, World.alone(), batch=8, **how)
-    assert found is not None
+    found = _scores(nn.Identity(), source, World.alone(), 8, warn=warnings.append, predictions=rows)
     assert (found.top1, found.top5) == (38 / 40, 38 / 40)
     assert ["2 of 40 samples is not a number" in text for text in warnings] == [True]
     source.y[[3, 7]] = -1
@@ -98,18 +94,16 @@ def test_ties_go_to_the_first_class_and_nan_counts_as_wrong() -> None:
 
 
 class _Half(nn.Module):
-    """Gives the logits in half precision; remembers the mode it ran in."""
+    """Gives the logits in half precision."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mode = self.training, torch.is_grad_enabled()
         return x.bfloat16()
 
 
-def test_the_model_is_evaluated_in_single_precision_and_its_mode_given_back() -> None:
-    model, source = _Half(), Logits(500, 4)
+def test_the_scores_are_computed_in_single_precision() -> None:
+    source = Logits(500, 4)
     expected = nn.functional.cross_entropy(source.x.bfloat16().float(), source.y).item()
-    assert _scores(model, source, World.alone(), 7).loss == pytest.approx(expected, rel=1e-6)
-    assert (model.mode, model.training) == ((False, False), True)
+    assert _scores(_Half(), source, World.alone(), 7).loss == pytest.approx(expected, rel=1e-6)
 
 
 RESNET = {"model": "resnet8", "data": "digits", "precision": "fp64"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import hardware
-from lockstep.checkpoint.state import model_state, optimizer_state
+from lockstep.checkpoint.state import model_state, optimizer_tensors
 from lockstep.cli.main import main
 from lockstep.config.schema import OptimConfig, PrecisionConfig
 from lockstep.training import optim
@@ -123,7 +123,7 @@ class _Training:
             optim.zero_grad(each)
 
     def bits(self) -> dict[str, bytes]:
-        tensors = model_state(self.model)[0] | optimizer_state(self.model, self.optimizers).tensors
+        tensors = model_state(self.model)[0] | optimizer_tensors(self.model, self.optimizers)
         return {name: held.detach().numpy().tobytes() for name, held in tensors.items()}
 
 

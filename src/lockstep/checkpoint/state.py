@@ -140,57 +140,20 @@ def few(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> State:
-    """Return the optimizers' state by parameter name: tensors, and plain numbers in `meta`.
-
-    Learning rates and other settings are no part of it: they follow from the config and the step.
-    """
+def optimizer_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
+    """Return the tensors of the optimizers' states as `optimizer/PARAMETER/KEY`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for optimizer in optimizers:
-        for parameter, entries in optimizer.state.items():
-            if parameter not in names:  # the optimizer's own key
-                continue
-            for key, value in entries.items():
-                name = f"{names[parameter]}/{key}"
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{name}"] = value
-                elif value is not None:
-                    numbers[name] = value
-    return State(tensors, {"optimizer": numbers})
+    return {
+        f"optimizer/{names[parameter]}/{key}": value
+        for optimizer in optimizers
+        for parameter, entries in optimizer.state.items()
+        if parameter in names  # else the optimizer's own key
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
 
 
-def load_optimizer(model: nn.Module, optimizers: Iterable[Optimizer], state: State) -> None:
-    """Load the result of `optimizer_state`, on each parameter's device. Raises `RequestError` for a misfit."""
-    parameters = dict(model.named_parameters())
-    entries: dict[str, dict[str, Any]] = {name: {} for name in parameters}
-    for path, value in (state.part("optimizer") | state.meta.get("optimizer", {})).items():
-        name, _, key = path.rpartition("/")
-        if name not in parameters:
-            raise RequestError(f"The checkpoint's optimizer has {path}, and the model no such parameter.")
-        if not isinstance(value, Tensor) and type(value) not in (int, float):
-            raise RequestError(f"The checkpoint's optimizer has {path}, which is no number.")
-        entries[name][key] = laid_out_as(parameters[name], value) if isinstance(value, Tensor) else value
-    names = {parameter: name for name, parameter in parameters.items()}
-    for optimizer in optimizers:
-        # load_state_dict identifies parameters by position, and moves tensors to the parameter's device and dtype.
-        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        entries_by_index = {
-            index: entry for index, parameter in enumerate(order) if (entry := entries[names[parameter]])
-        }
-        initialized = [optimizer.state[parameter].keys() for parameter in order if optimizer.state.get(parameter)]
-        key_sets = {frozenset(keys) for keys in (*initialized, *(entry.keys() for entry in entries_by_index.values()))}
-        if len(entries_by_index) < len(initialized) or len(key_sets) > 1:
-            raise RequestError("The checkpoint's optimizer lacks a part of its state; give another copy of it.")
-        for parameter in order:
-            _check_shapes(parameter, entries[names[parameter]])
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": entries_by_index, "param_groups": groups})
-        _keep_types(optimizer, entries_by_index)
-
-
-def load_own_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's own `state_dict`. Raises `RequestError` for a misfit."""
     initialized = sum(bool(entries) for entries in optimizer.state.values())
     try:

@@ -292,15 +292,9 @@ class SharedLoader:
             yield order(share.start, share.stop), share
 
     def _evaluation(self) -> _Shares:
-        ranks, rank, samples = self._world.size, self._world.rank, self._length or 0
         chosen = None if self._sampler_order is None else np.sort(self._sampler_order)
-        batches = max(1, min(-(-samples // self.plan.global_size), samples // ranks)) if samples else 0
-        for batch in range(batches):
-            start, stop = (part * samples // batches for part in (batch, batch + 1))
-            begin, end = (start + part * (stop - start) // ranks for part in (rank, rank + 1))
-            read = np.arange(begin, end) if end > begin else np.array([start])
-            size, total = end - begin, stop - start
-            share = Share(int(read[0]), int(read[-1]) + 1, size, total, True, batch, 0, begin - start, total)
+        for share in self.plan.evaluation(self._length or 0, self._world.rank):
+            read = np.arange(share.start, share.stop)
             yield read if chosen is None else chosen[read], share
 
     def catch_up(self, epochs: int) -> None:

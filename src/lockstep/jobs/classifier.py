@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +17,27 @@ from torch import Tensor
 
 from .. import hardware, user_code
 from ..checkpoint import resume
-from ..checks.samples import SampleCounts
 from ..config.schema import RunConfig
 from ..data.share import Micro
 from ..errors import RequestError, counted
 from ..files import check_own, shown, write_whole
 from ..models.modes import evaluating
 from ..nn.sync_batchnorm import is_folded
+from ..record.base import Nothing
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
+from ..runs.opened import OpenRun
 from ..sessions.session import Session
 from ..training import losses, precision
 from ..world.world import World
 from . import initial
-from .evaluation import evaluate
+from .evaluation import EvaluationShares, evaluate
 from .job import Job, assemble
 
 if TYPE_CHECKING:
     from ..data.source import Source as Data
 
+_BATCHES = 4  # of an evaluation, between two exchanges of stop requests
 _PROBE_SAMPLES = 8  # for the check of a user's loss
 _CONTRACT = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 
@@ -44,17 +46,16 @@ class Classifier:
     """Classification task of a job (see `trainer.Task`). Top-1 and top-5 are exact."""
 
     def __init__(self, job: Job, session: Session) -> None:
+        """Check the user's loss (*collective*)."""
+        job.facts = describe_job(job)
         self.batches: Iterable[Any] = session.prepare(job)
         self.optimizers, self.average, self.lr = job.optimizers, job.average, job.lr
-        self.result: RunResult | None = None  # once the run has ended
-        self._job, self._session, self._loop = job, session, session.loop
+        self.result: RunResult  # once the run has ended
+        self._job, self._session = job, session
+        self._scores: Scores | None = None  # of the last evaluation
         self._has_mean = ":" not in job.config.optim.loss  # a user's loss returns sums only
-
-    def begin(self) -> None:
-        """Begin the run, and check the user's loss (*collective*)."""
-        job = self._job
-        self._loop.begin(job.config.epochs, describe_job(job), self._summarize)
-        if ":" in job.config.optim.loss:
+        session.at_end(self._summarize)
+        if not self._has_mean:
             job.world.together(self._check_loss)
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -92,64 +93,40 @@ class Classifier:
 
     def evaluate(self) -> None:
         """Score the weights on the data set that chooses `best` (*collective*)."""
-        data, position = self._job.data, self._loop.position
-        scores = self._score(data.judged, epoch=position.epochs)
-        self._loop.judge(scores.top1, scores, on=data.best_on)
+        data = self._job.data
+        self._scores = scores = self._score(data.judged)
+        self._session.score(scores.top1, on=data.best_on, **dataclasses.asdict(scores))
 
-    def _score(self, source: Data, **fields: Any) -> Scores:
-        """Return the scores on `source`; record its evaluation with `fields` (*collective*). Raises `Stopped`."""
-        loop, check = self._loop, self._loop.checks.samples
-        loop.recorder.record("evaluate", step=loop.position.step, samples=len(source), **fields)
-        counts = None if check is None else SampleCounts(len(source))
-        callbacks: dict[str, Any] = {} if counts is None else {"note": counts.add}
-        callbacks["warn"] = lambda text: loop.recorder.record("warning", text=text)
-        scores = score_job(self._job, source, stop=lambda: loop.stop.asked, **callbacks)
-        if scores is None:
-            raise loop.stopped()
-        if check is not None and counts is not None:
-            check.end_evaluation(counts, len(source), loop.position.step)
-        return scores
+    def _score(self, data: Data) -> Scores:
+        """Return the scores on a data set (*collective*). Raises `Stopped`."""
+        return score_job(self._job, self._session, data, warn=self._session.warn)
 
-    def _test(self, weights: str, of_step: int) -> dict[str, Any]:
+    def _test(self, weights: str, step: int) -> dict[str, Any]:
         """Return the current weights' scores on the test set (*collective*). `weights` is `last` or `best`."""
-        loop, data = self._loop, self._job.data.test
-        step = loop.position.step
-        epoch = (step - 1) // self._job.steps()
-        scores = dataclasses.asdict(self._score(data, epoch=epoch, of=weights))
-        loop.recorder.record("test", of=weights, step=step, of_step=of_step, **scores)
-        return {"step": of_step} | scores
+        scores = dataclasses.asdict(self._score(self._job.data.test))
+        self._session.log(**{f"test_{weights}_{name}": value for name, value in scores.items()})
+        return {"step": step} | scores
 
-    def _summarize(self) -> dict[str, Any]:
+    def _summarize(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Return the run's result with test scores (*collective*). Raises `Stopped`."""
-        job, loop, meter, position = self._job, self._loop, self._loop.meter, self._loop.position
-        assert position.scores is not None
-        scores = dataclasses.asdict(position.scores)
-        test, best = {"step": position.step} | scores, dict[str, Any]()
-        if job.data.validation is not None:
-            test = best = self._test("last", position.step)
-            if position.stale:
-                step = loop.load_best()
-                best = {} if step is None else self._test("best", step)
-        peak = meter.telemetry.peak_memory_bytes()
-        peak_bytes = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=job.world.device)
-        host, device = job.world.sum(peak_bytes).tolist()
-        measured: dict[str, Any] = {}
-        if meter.images:
-            p50_s, p95_s = meter.clock.percentiles(50, 95)
-            measured = {"step_p50_s": p50_s, "step_p95_s": p95_s, "images_per_s": meter.images / meter.train_s}
-            measured |= {"data_wait_s": meter.wait_s, "peak_memory_bytes": {"host": host, "device": device}}
+        data, session = self._job.data, self._session
+        if self._scores is None:  # a complete run was resumed
+            self._scores = self._score(data.judged)
+        scores = dataclasses.asdict(self._scores)
+        test, best = {"step": summary["steps"]} | scores, None
+        if data.validation is not None:
+            test = best = self._test("last", summary["steps"])
+            if (step := session.load_best()) != summary["steps"]:
+                best = None if step is None else self._test("best", step)
+        known = {item.name for item in dataclasses.fields(RunResult)}
         self.result = RunResult(
+            **{name: value for name, value in summary.items() if name in known},
             **scores,
-            **measured,
-            best_top1=max(position.best_top1, position.scores.top1),
-            best_on=job.data.best_on,
+            images_per_s=summary["samples_per_s"],
+            best_top1=max(session.best_score, self._scores.top1),
+            best_on=data.best_on,
             test=test,
-            test_best=best or None,
-            stopped="" if loop.is_done else position.stalled(job.config.patience),
-            steps=position.step,
-            epoch_s=tuple(position.epoch_s),
-            proof=loop.checks.outcomes(),
-            output=shown(job.config.record.output),
+            test_best=best,
         )
         return self.result.as_json()
 
@@ -187,15 +164,19 @@ def describe_job(job: Job) -> dict[str, Any]:
     }
 
 
-def score_job(job: Job, source: Data, **options: Any) -> Scores | None:
-    """Return `evaluate`'s scores of the job's model or average (*collective*)."""
-    models = list(job.groups.values())
-    for model in models:
-        if job.batchnorm != "sync":
-            job.world.broadcast(list(model.buffers()))
+def score_job(job: Job, session: Session, data: Data, **options: Any) -> Scores:
+    """Return `evaluate`'s scores of the job's model or average (*collective*). Raises `Stopped`."""
+    size = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
+    shares = EvaluationShares(data, job.world, size)
     options |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
-    batch = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
-    return evaluate(models[-1], source, job.world, batch=batch, **options)
+    return evaluate([*job.groups.values()][-1], _stoppable(session, shares), job.world, **options)
+
+
+def _stoppable(session: Session, shares: EvaluationShares) -> Iterator[Any]:
+    for number, batch in enumerate(session.evaluating(shares)):
+        if number % _BATCHES == 0:
+            session.stop_if_asked()
+        yield batch
 
 
 def evaluate_checkpoint(
@@ -214,7 +195,8 @@ def evaluate_checkpoint(
     # An evaluation splits no global batch; each rank takes this many samples at once.
     size = (config.batch.eval_batch or -(-config.batch.size // world.size)) * world.size
     batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch=None, drop_last=False)
-    config = dataclasses.replace(config, batch=batch, data=dataclasses.replace(config.data, augment=()))
+    data, record = dataclasses.replace(config.data, augment=()), dataclasses.replace(config.record, output=None)
+    config = dataclasses.replace(config, batch=batch, data=data, record=record)
     job = assemble(config, world, evaluated=loaded)
     try:
         source: Data | None = getattr(job.data, split)
@@ -226,10 +208,11 @@ def evaluate_checkpoint(
         job.load_weights(loaded)
         rank_rows: list[Tensor] = []
         warnings = [*job.data.cautions]
-        scores = score_job(job, source, predictions=rank_rows, warn=warnings.append)
-        assert scores is not None, "an evaluation without `stop` was stopped"
+        with Session(config, world, contextlib.nullcontext(OpenRun(config, Nothing(), None)), prepared=job) as session:
+            scores = score_job(job, session, source, predictions=rank_rows, warn=warnings.append)
         empty = torch.empty(0, 4, dtype=torch.float64, device=world.device)
         rows = torch.cat(world.gather_variable_length(torch.cat(rank_rows or [empty]))).cpu().numpy()
+        rows = rows[np.argsort(rows[:, 0])]
         assert np.array_equal(rows[:, 0], np.arange(len(source))), "not each sample once, in index order"
         report = {
             "checkpoint": shown(loaded.origin),

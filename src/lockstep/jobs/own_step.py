@@ -58,8 +58,10 @@ class OwnStep:
         initial.freeze(model, config.model.freeze)
         loader = _make_loader(config, train, collate, shuffle=not isinstance(train, IterableDataset))
         self._model, self.batches = session.prepare(model, loader)
-        weights = initial.load_weights(config.model, self._model, session.world) if session.loop.state is None else None
-        self._lines = [*(weights.lines() if weights else []), *initial.describe_patterns(self._model, config)]
+        weights = None if session.is_resumed else initial.load_weights(config.model, self._model, session.world)
+        lines = [*(weights.lines() if weights else []), *initial.describe_patterns(self._model, config)]
+        session.prepared.facts["lines"] = lines
+        session.at_end(self._score_at_end)
         self.optimizers = optim.build(self._model, config.optim)
         session.prepare(*self.optimizers)
         destination = (session.device, session.precision.cast, False)
@@ -75,10 +77,6 @@ class OwnStep:
         self._evaluation_loader = _make_loader(config, validation or test, collate)
         self._test_loader = None if validation is None else _make_loader(config, test, collate)
 
-    def begin(self) -> None:
-        """Begin the session's run (*collective*)."""
-        self._session.loop.begin(self._config.epochs, {"lines": self._lines}, self._summarize)
-
     def backward(self, batch: Any) -> None:
         """Compute the step's loss and its gradients (*collective*)."""
         loss, weight = self._checked(self._step(self._model, batch))
@@ -89,30 +87,28 @@ class OwnStep:
 
     def evaluate(self) -> None:
         """Score the weights by metric or loss; record the score (*collective*)."""
-        session, config, position = self._session, self._config, self._session.loop.position
+        session = self._session
         self.scores = self._score(self._evaluation_loader, self._split)
         session.log(**self.scores)
         score = self._last_score()
-        session.loop.judge(score)
+        session.score(score)
         unscored = "  no score, since --metric counted nothing" if score is None else ""
-        self._show(f"epoch {position.epochs + 1}/{config.epochs}  step {session.step:,}{unscored}", self.scores)
-        if (reason := position.stalled(config.patience)) and not session.loop.is_done:
-            self._show(f"stopped: {reason}", {})
+        self._show(f"epoch {session.epoch + 1}/{self._config.epochs}  step {session.step:,}{unscored}", self.scores)
 
     def _last_score(self) -> float | None:
         """Return the last weights' metric, else the negative loss; None for a metric of zero weight."""
         return self.scores.get(f"{self._split}_metric") if self._metric else -self.scores[f"{self._split}_loss"]
 
-    def _summarize(self) -> dict[str, Any]:
-        """Return the run's summary (*collective*). A separate test set adds the last and the best weights' scores."""
-        loop, scores = self._session.loop, dict[str, float]()
-        if self._test_loader is not None:
-            scores = self._score(self._test_loader, "test")
-            if (loop.position.stale or self._last_score() is None) and loop.load_best() is not None:
-                scores |= self._score(self._test_loader, "test_best")
-            self._session.log(**scores)
-            self._show("at the end", scores)
-        return loop.summary() | scores
+    def _score_at_end(self, summary: dict[str, Any]) -> dict[str, float]:
+        """Return the last and the best weights' scores on a separate test set (*collective*)."""
+        if self._test_loader is None:
+            return {}
+        scores = self._score(self._test_loader, "test")
+        if self._session.load_best() not in (None, summary["steps"]):
+            scores |= self._score(self._test_loader, "test_best")
+        self._session.log(**scores)
+        self._show("at the end", scores)
+        return scores
 
     def _show(self, label: str, scores: dict[str, float]) -> None:
         if not self._config.record.quiet:

@@ -9,9 +9,8 @@ Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and li
                 and grad_norm (of each step where gradients are clipped, else of an interval's last)
     log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s
                 (None where the run's length is not known), top1 (of the step's last micro-batch), and the telemetry
-    evaluate    step, epoch, samples: an evaluation begins; of as in test
+    evaluate    step, samples: an evaluation begins
     eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
-    test        step, of (which weights: last or best), of_step, top1, top5, loss, samples
     checkpoint  step, path: of one that is synced to disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and values by names of the user's own

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint import resume
@@ -21,7 +22,6 @@ from ..errors import RequestError, RunError, Stopped, counted, ranks_named
 from ..exchange.base import RECORD, Header
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
-from ..record.result import Scores
 from ..world.random_state import load_generators, save_generators, seed_all
 from .checks import RunChecks
 from .folders import unwritable
@@ -60,6 +60,10 @@ class Loop:
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.position = prepared, Position()
+        self.at_end: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        """See `Session.at_end`."""
+        self.summary: dict[str, Any] = {}
+        """Summary of a run that has ended."""
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every)
         self.stop = StopRequest(quiet=not world.is_main, saves=self.folder is not None)
         self.pending: Callable[[], dict[str, Any] | None] = lambda: None
@@ -77,7 +81,6 @@ class Loop:
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
-        self._result: Callable[[], dict[str, Any]] | None = None
         self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
         self._has_differed = False
         self._train_s = 0.0  # at the beginning of the epoch
@@ -105,14 +108,11 @@ class Loop:
         """Record a warning, a sentence or a clause."""
         self.recorder.record("warning", text=text[0].upper() + text[1:].rstrip(".") + ".")
 
-    def begin(self, epochs: int | None, facts: Any = None, result: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Restore the state, if any; record the start with `facts` (*collective*).
-
-        `result()` returns the run's summary (*collective*); a run with a `result` also scores its last weights.
-        """
+    def begin(self, epochs: int | None) -> None:
+        """Restore the state, if any; record the start (*collective*)."""
         config, world, source = self.config, self._world, self.prepared.source
         self._stop_handling.enter_context(self.stop)
-        self.epochs, self._result = epochs, result
+        self.epochs = epochs
         self.steps = None if source is None else source.steps()
         self.total_steps = min(filter(None, ((epochs or 0) * (self.steps or 0), config.max_steps)), default=0)
         self.prepared.begin()
@@ -121,14 +121,14 @@ class Loop:
         else:  # from here on the generators serve the model's own randomness, which differs between ranks
             seed_all(config.seed, world.rank, devices=self.prepared.devices)
         world.progress.step = self.position.step
-        world.together(lambda: self._record_start(facts or {}))
+        world.together(self._record_start)
         self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.stage = Stage.RUNNING
         self.start_clock()
 
-    def _record_start(self, facts: dict[str, Any]) -> None:
+    def _record_start(self) -> None:
         try:
-            self.recorder.record("start", **describe_start(self, facts))
+            self.recorder.record("start", **describe_start(self))
             if self.state is not None and self.state.caution:
                 self.recorder.record("warning", text=self.state.caution)
         except OSError as error:
@@ -146,15 +146,20 @@ class Loop:
         return 0 < limit <= self.position.step and not self._is_endless
 
     def goes_on(self, epochs: int) -> bool:
-        """Return whether another epoch remains, with steps to make or weights to score."""
+        """Return whether another epoch remains."""
         position = self.position
         if self._is_endless:
             return True
-        if position.stalled(self.config.patience):
-            return False
-        if position.epochs < epochs and (not self.is_done or position.within == self.steps):
-            return True
-        return self._result is not None and position.evaluated != position.step
+        is_left = position.epochs < epochs and (not self.is_done or position.within == self.steps)
+        return is_left and not position.stalled(self.config.patience)
+
+    def remaining(self, epochs: int) -> Iterator[int]:
+        """Yield the remaining epochs, by number; at last one without steps for weights that `at_end` needs scored."""
+        position = self.position
+        while self.goes_on(epochs):
+            yield position.epochs
+        if self.at_end is not None and position.evaluated != position.step:
+            yield position.epochs
 
     def note_samples(self, indices: Indices, *, last: bool) -> None:
         """Note this rank's sample indices (n,) of a micro-batch; the `last` one completes its batch."""
@@ -164,18 +169,14 @@ class Loop:
                 self.checks.samples.end_batch()
                 self._batches += 1
 
-    def judge(self, score: float | None, scores: Scores | None = None, *, on: str = "") -> None:
-        """Record the current weights' score; higher is better (*collective*). `scores` are all scores `on` a data set.
-
-        Weights without a score cannot become `best`, and --patience ignores them.
-        """
+    def judge(self, score: float | None, *, on: str = "", **values: Any) -> None:
+        """Record the current weights' score (*collective*). See `Session.score`."""
         position = self.position
         self._is_due |= score is not None and self.is_running and score > position.best_top1
-        position.judge(score)
+        position.judge(score, values)
         self._score = None if score is None else (position.step, score)
-        if scores is not None:
-            position.scores = scores
-            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | dataclasses.asdict(scores)
+        if values:
+            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | values
 
     def begin_pass(self, place: int) -> int | None:
         """Return the first batch of pass `place` over this epoch's data; None for a completed pass.
@@ -323,7 +324,7 @@ class Loop:
             score = scored[1] if scored is not None and scored[0] == step else None
             self._score, self._saved_at, self._is_due = None, step, False
             if self._saver is not None:
-                self._saver.save(lambda: self._capture(score), step=step, score=score)
+                self._saver.save(self._capture, step=step, score=score)
         self.start_clock()
 
     def stopped(self) -> Stopped:
@@ -363,24 +364,33 @@ class Loop:
         position = self.position
         if self._saved_at != position.step:
             if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
-                self._score = position.step, position.scores.top1
+                self._score = position.step, position.scores["top1"]
             self.save()
         reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
-        fields = self.summary() if self._result is None else self._result()
+        fields = self._measured()
+        self.summary = fields if self.at_end is None else fields | self.at_end(fields)
         self._record_checks()
-        self.recorder.record("finish", **fields | {"proof": self.checks.outcomes()})
+        self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
         if reason:
             raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {reason}; {hint}.")
         self._stop_handling.close()
 
-    def summary(self) -> dict[str, Any]:
-        """Return the summary fields of every loop."""
+    def _measured(self) -> dict[str, Any]:
+        """Return the summary fields of every loop (*collective*). None for what this start has not measured."""
         meter, position = self.meter, self.position
+        peak = meter.telemetry.peak_memory_bytes()
+        peak_bytes = torch.tensor([peak["host"] or 0, peak["device"] or 0], device=self._world.device)
+        host, device = self._world.sum(peak_bytes).tolist()
+        p50_s, p95_s = meter.clock.percentiles(50, 95) if meter.images else (None, None)
         return {
             "steps": position.step,
             "epoch_s": list(position.epoch_s),
             "samples_per_s": meter.images / meter.train_s if meter.images else None,
-            "data_wait_s": meter.wait_s,
+            "step_p50_s": p50_s,
+            "step_p95_s": p95_s,
+            "data_wait_s": meter.wait_s if meter.images else None,
+            "peak_memory_bytes": {"host": host, "device": device} if meter.images else None,
+            "stopped": "" if self.is_done else position.stalled(self.config.patience),
             "output": shown(self.folder),
             "exit": self.exit,
         }
@@ -398,7 +408,7 @@ class Loop:
             self._has_recorded_checks = True
             self.recorder.record("proof", checks=self.checks.outcomes())
 
-    def _capture(self, score: float | None) -> State:
+    def _capture(self) -> State:
         """Return the state for an exact continuation (*collective*)."""
         self.position.partial_s = self.meter.train_s - self._train_s
         pending = self.pending()
@@ -413,10 +423,8 @@ class Loop:
             self._has_compared = True
             for sentence in self.prepared.compare_restored(state):
                 self.warn(sentence)
-        meta = self.position.meta()
-        if meta["scores"] is None and score is not None:
-            meta["scores"] = {"top1": score}
-        meta |= state.meta | {
+        meta = self.position.meta() | state.meta
+        meta |= {
             "planned_epochs": self.epochs,
             "pending": pending,
             "ranks": self._world.size,

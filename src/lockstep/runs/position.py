@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import counted
-from ..record.result import Scores
 
 
 @dataclass
@@ -24,14 +23,15 @@ class Position:
     partial_s: float = 0.0  # training time of the current epoch, at its last save
     best_top1: float = -math.inf
     stale: int = 0  # evaluations since the best one
-    scores: Scores | None = None  # of the last evaluation
+    scores: dict[str, Any] | None = None  # of the last evaluation; `top1` is the score
     evaluated: int = 0  # the step of the last evaluation
 
     @classmethod
     def of(cls, meta: dict[str, Any]) -> Position:
         """Return a checkpoint's position."""
-        fields, scores = {key: meta[key] for key in _KEYS}, meta["scores"]
-        fields["scores"] = None if scores is None or "samples" not in scores else Scores(**scores)
+        fields = {key: meta[key] for key in _KEYS}
+        if fields["scores"] is not None:
+            fields["scores"]["top1"] = float(fields["scores"]["top1"])
         fields["best_top1"] = -math.inf if meta["best_top1"] is None else meta["best_top1"]
         return cls(**fields | {"epoch_s": list(meta["epoch_s"]), "trained": list(meta["trained"])})
 
@@ -39,11 +39,12 @@ class Position:
         """Return the fields for a checkpoint."""
         return dataclasses.asdict(self) | {"best_top1": None if self.best_top1 == -math.inf else self.best_top1}
 
-    def judge(self, score: float | None) -> None:
-        """Note an evaluation of this step's weights, and its score if any. Higher is better."""
+    def judge(self, score: float | None, values: dict[str, Any]) -> None:
+        """Note an evaluation of this step's weights, and its score, if any, with further `values`. Higher is better."""
         self.evaluated = self.step
         if score is None:
             return
+        self.scores = values | {"top1": score}
         is_better = score > self.best_top1
         self.stale = 0 if is_better else self.stale + 1
         self.best_top1 = score if is_better else self.best_top1

@@ -24,9 +24,8 @@ from ..checkpoint.state import (
     laid_out_as,
     load_model,
     load_optimizer,
-    load_own_optimizer,
     model_state,
-    optimizer_state,
+    optimizer_tensors,
 )
 from ..checks import finite
 from ..checks.digest import digest
@@ -70,6 +69,20 @@ class Source(Protocol):
         """
 
 
+class Evaluated(Protocol):
+    """Data to evaluate."""
+
+    @property
+    def samples(self) -> int | None: ...
+
+    @property
+    def index_bound(self) -> int:
+        """Exclusive upper bound of the sample indices."""
+
+    def shares(self) -> Iterator[Any]:
+        """Yield this rank's shares, each sample once over all ranks, and as many shares on each."""
+
+
 @dataclass
 class Prepared:
     """Models, optimizers and other objects with a state. Every rank calls *collective* methods."""
@@ -94,6 +107,8 @@ class Prepared:
     """Optimizers that a wrapping optimizer steps, over the same parameters."""
     is_renewed: bool = False
     """Whether the loop makes its loader anew, so that no checkpoint within an epoch can be continued."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Fields for the `start` event; `chosen` and `lines` for the startup report."""
     cautions: list[str] = field(default_factory=list)
     """Sentences on the parts for the startup report."""
     restored_settings: set[str] = field(default_factory=set)
@@ -180,7 +195,7 @@ class Prepared:
 
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
-        tensors = dict(self._weights()) | optimizer_state(self._all, self.optimizers).tensors
+        tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
         return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
@@ -207,18 +222,15 @@ class Prepared:
         """
         if non_finite := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
             raise finite.error(step, non_finite, self.remedy())
-        optimizers = optimizer_state(self._all, self.optimizers)
-        tensors, extra = dict(optimizers.tensors), dict[str, Any]()
+        tensors, extra = optimizer_tensors(self._all, self.optimizers), dict[str, Any]()
         for name, model in self.groups.items():
             model_tensors, extra[name] = model_state(model, under=name)
             tensors |= model_tensors
         names = {id(tensor): name for name, tensor in tensors.items()}
-        meta = optimizers.meta | self._facts() | {"extra": pack(extra, tensors, names)}
-        if not self.is_recipe:  # else settings follow from the config and the step
-            meta["optimizer"] = {}
-            meta["optimizers"] = [pack(optimizer.state_dict(), tensors, names) for optimizer in self.optimizers]
-            meta["others"] = [pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
-            meta |= {"made": self._settings, "kinds": self._kinds(), "orders": self._orders()}
+        meta = self._facts() | {"is_recipe": self.is_recipe, "extra": pack(extra, tensors, names)}
+        meta["optimizers"] = [pack(optimizer.state_dict(), tensors, names) for optimizer in self.optimizers]
+        meta["others"] = [pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
+        meta |= {"made": self._settings, "kinds": self._kinds(), "orders": self._orders()}
         meta["buffers"] = {name: buffer_owners(model) for name, model in self.groups.items()}
         if pending:
             for name, parameter in self._all.named_parameters():
@@ -252,21 +264,21 @@ class Prepared:
 
     def load(self, state: State) -> None:
         """Restore `state` in place. Raises `RequestError` for a state of other parts or other data."""
-        is_own = not self.is_recipe
-        if ("optimizers" in state.meta) != is_own:
-            program = "lockstep train" if is_own else "a session in a script or of --step"
+        if state.meta["is_recipe"] != self.is_recipe:
+            program = "a session in a script or of --step" if self.is_recipe else "lockstep train"
             raise RequestError(f"{shown(state.origin)} is a checkpoint of {program}; this run cannot continue it.")
         self._check_data(state)
         self.load_weights(state)
-        if is_own:
-            self._check_parts(state)
-            for optimizer, saved in zip(self.optimizers, state.meta["optimizers"], strict=True):
-                load_own_optimizer(optimizer, unpack(saved, state.tensors))
+        self._check_parts(state)
+        for optimizer, saved in zip(self.optimizers, state.meta["optimizers"], strict=True):
+            loaded = unpack(saved, state.tensors)
+            if self.is_recipe:  # settings follow from the config and the step
+                loaded |= {"param_groups": optimizer.state_dict()["param_groups"]}
+            load_optimizer(optimizer, loaded)
+        if not self.is_recipe:
             self._note_restored_settings(state)
-            for item, saved in zip(self.stateful_objects, state.meta["others"], strict=True):
-                item.load_state_dict(unpack(saved, state.tensors))
-        else:
-            load_optimizer(self._all, self.optimizers, state)
+        for item, saved in zip(self.stateful_objects, state.meta["others"], strict=True):
+            item.load_state_dict(unpack(saved, state.tensors))
         gradients = state.part("gradients")
         for name, parameter in self._all.named_parameters() if gradients else ():
             if name in gradients:

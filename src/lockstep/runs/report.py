@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from .loop import Loop
 
 
-def describe_start(loop: Loop, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the `start` event, including `facts`, whose `chosen` and `lines` are merged."""
+def describe_start(loop: Loop) -> dict[str, Any]:
+    """Return the fields of the `start` event, including the parts' facts, whose `chosen` and `lines` are merged."""
+    facts = loop.prepared.facts
     config, prepared, source, position = loop.config, loop.prepared, loop.prepared.source, loop.position
     world = prepared.world
     chosen: dict[str, Any] = {

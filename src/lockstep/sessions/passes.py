@@ -22,7 +22,7 @@ from ..models.modes import evaluating
 from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
 from ..runs.loop import Loop
-from ..runs.prepared import Source
+from ..runs.prepared import Evaluated, Source
 from . import parts
 from .randomness import Draws
 from .shares import Handed, Shares, samples_in
@@ -313,17 +313,13 @@ class Passes:
         if SyncBatchNorm.stand_in != stands_in:  # a changed class loses Python's caches
             SyncBatchNorm.stand_in = stands_in
 
-    def evaluation(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def evaluation(self, loader: DataLoader[Any] | Evaluated) -> Iterator[Any]:
         """Yield evaluation shares (*collective*). See `Session.evaluating`."""
         world, loop, exchange = self._world, self._loop, self._prepared.exchange
         self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
         self._draws.end()
         exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
-        if loader not in self._evaluation_loaders:
-            while len(self._evaluation_loaders) >= _MOST_EVALUATED:
-                self._evaluation_loaders.pop(next(iter(self._evaluation_loaders))).close()
-            self._evaluation_loaders[loader] = self.shared(loader, evaluates=True)
-        shared, evaluated = self._evaluation_loaders[loader], 0
+        shared, evaluated = self._kept(loader) if isinstance(loader, DataLoader) else loader, 0
         self._warn_of_evaluation(shared)
         outer_share = self.evaluated_share
         check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
@@ -331,6 +327,8 @@ class Passes:
         if loop.has_begun:
             loop.record_steps()
             loop.confirm()
+            if shared.samples is not None:
+                loop.recorder.record("evaluate", step=loop.position.step, samples=shared.samples)
         with self._evaluating():
             try:
                 for micro in shared.shares():
@@ -354,6 +352,14 @@ class Passes:
         if loop.has_begun:
             loop.start_clock()
 
+    def _kept(self, loader: DataLoader[Any]) -> SharedLoader:
+        """Return the loader's shares for evaluation, which outlive one (*collective*)."""
+        if loader not in self._evaluation_loaders:
+            while len(self._evaluation_loaders) >= _MOST_EVALUATED:
+                self._evaluation_loaders.pop(next(iter(self._evaluation_loaders))).close()
+            self._evaluation_loaders[loader] = self.shared(loader, evaluates=True)
+        return self._evaluation_loaders[loader]
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Evaluate the models without gradients until the last evaluation ends (*collective*).
@@ -362,7 +368,7 @@ class Passes:
         """
         if not self._open_evaluations:
             self._modes.enter_context(self._world.progress.during("eval"))
-            for model in self._prepared.models.values():
+            for model in self._prepared.groups.values():
                 self._modes.enter_context(evaluating(model))
                 if self._prepared.batchnorm == "local":
                     self._world.broadcast(list(model.buffers()))
@@ -375,7 +381,7 @@ class Passes:
             if not self._open_evaluations:
                 self._modes.close()
 
-    def _warn_of_evaluation(self, shared: SharedLoader) -> None:
+    def _warn_of_evaluation(self, shared: Evaluated) -> None:
         untracked = [name for model in self._prepared.models.values() for name in sync_batchnorm.untracked(model)]
         is_small = shared.samples is not None and shared.samples < self._world.size
         if self._world.size == 1 or self._has_warned_of_evaluation or not (untracked or is_small):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +35,13 @@ from ..exchange import base
 from ..exchange.base import Header
 from ..exchange.batch import check_loss, on_device
 from ..exchange.method import exchange_of
+from ..files import understanding
 from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
 from ..record.telemetry import SAMPLED
 from ..runs.loop import Loop
 from ..runs.opened import OpenRun
-from ..runs.prepared import Prepared, Source
+from ..runs.prepared import Evaluated, Prepared, Source
 from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World
@@ -132,6 +134,26 @@ class Session:
     def step(self) -> int:
         """Number of completed optimizer steps."""
         return self.loop.position.step + self._stepper.has_stepped
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0."""
+        return self.loop.position.epochs
+
+    @property
+    def best_score(self) -> float:
+        """Highest `score` so far; -inf without one."""
+        return self.loop.position.best_top1
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run continues from a checkpoint."""
+        return self.loop.state is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has made its last step, as of `max_steps`: what follows is the end of its last epoch."""
+        return self.loop.is_done
 
     @property
     def is_logging(self) -> bool:
@@ -260,9 +282,10 @@ class Session:
         if epochs is not None:  # earlier passes were looks at the data
             self._passes.begin_epoch()
         if self.loop.state is not None:
-            pending = self.loop.state.meta["pending"]
-            self._stepper.restore(pending)
-            self._passes.restore([] if pending is None else pending["loaders"])
+            with understanding(self.loop.state.origin or Path("the checkpoint")):
+                pending = self.loop.state.meta["pending"]
+                self._stepper.restore(pending)
+                self._passes.restore([] if pending is None else pending["loaders"])
         self._first_step = FirstStep(
             self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
         )
@@ -291,9 +314,9 @@ class Session:
             self._begin(count)
         loop.epochs = count
         has_stepped, has_warned = self.step > 0, False
-        while loop.goes_on(count):
+        for epoch in loop.remaining(count):
             first_step, (outside, number) = self.step, (stepper.outside, passes.number)
-            yield loop.position.epochs
+            yield epoch
             is_outside = stepper.outside > outside and passes.number == number
             stepper.settle(saves=False)  # the end of the epoch saves
             if self.step > first_step and is_outside and self.prepared.source is not None:
@@ -423,7 +446,7 @@ class Session:
         self._stepper.norm = grad_norm
         self.loop.meter.pending.last = outputs if self._counts else None
 
-    def evaluating(self, loader: DataLoader[Any] | parts.Loader) -> Iterator[Any]:
+    def evaluating(self, loader: DataLoader[Any] | parts.Loader | Evaluated) -> Iterator[Any]:
         """Yield evaluation shares, each sample exactly once, in the data set's order (*collective*).
 
         Within the loop the models are in evaluation mode, and gradients are disabled.
@@ -503,15 +526,42 @@ class Session:
             size = current.share.size
             loop.meter.note(name, mean * size if size else torch.zeros_like(mean), current.share.rows)
 
-    def score(self, value: float) -> None:
+    def score(self, value: float | None, *, on: str = "", **values: Any) -> None:
         """Record a score of the current weights, equal on every rank; higher is better (*collective*).
 
         Their checkpoint becomes `best` if the score exceeds all earlier ones. It is saved before the next batch is
-        read, or at the end of the epoch.
+        read, or at the end of the epoch. `values` are further scores on the data set `on`. Weights without a score
+        (None) cannot become `best`, and --patience ignores them.
         """
         self._stepper.settle(saves=False)
-        self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{float(value)!r}"])
-        self.loop.judge(float(value))
+        value = None if value is None else float(value)
+        self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{value!r}"])
+        self.loop.judge(value, on=on, **values)
+
+    def at_end(self, function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Call `function(summary)` after the last checkpoint (*collective*); add the fields it returns to the summary.
+
+        For what a run does once, such as scoring its best weights on a test set. A resumed run without steps left
+        yields its last epoch again if its weights have no `score` yet.
+        """
+        self.loop.at_end = function
+
+    def load_best(self) -> int | None:
+        """Load the weights of the best checkpoint; return its step (*collective*). None unless every rank has it."""
+        return self.loop.load_best()
+
+    def stop_if_asked(self) -> None:
+        """Save and end the run if any rank was asked to stop (*collective*). Raises `Stopped`.
+
+        Steps do so by themselves: call it in longer work between two batches, such as an evaluation, where every
+        prepared object is at rest.
+        """
+        if self.loop.has_begun and self.world.sum(torch.tensor(float(self.loop.stop.asked))) > 0:
+            raise self.loop.stopped()
+
+    def warn(self, text: str) -> None:
+        """Record a warning, a sentence or a clause, on rank 0."""
+        self.loop.warn(text)
 
     def __enter__(self) -> Session:
         return self
