@@ -64,7 +64,7 @@ def _trained(config: RunConfig, path: Path, *, watched: bool) -> Callable[[], fl
         try:
             if watched:  # the end of each phase is noted, as in a trial
                 measurement = measured.Measurement(world, lambda _: (None for _ in itertools.count()))
-                measurement.is_endless = False
+                measurement.is_measurement = False
                 train(config, measurement.world, marks, hooks=measurement)
             else:
                 train(config, world, marks)

@@ -90,8 +90,7 @@ def race(job: Job, address: str, config: RunConfig, world: World) -> None:
 class Measurement(Hooks):
     """Follows a job by a course of steps. Each rank has one."""
 
-    saves = False  # a thread would write, while another variant has its turn
-    is_endless = True
+    is_measurement = True  # a thread would write a checkpoint while another variant has its turn
 
     def __init__(self, world: World, course: Course, *, marks_phases: bool = True, draws: str = "") -> None:
         """Advance `course` of this measurement at the end of each step. The first ones draw as `draws` says."""

@@ -49,13 +49,12 @@ class Loop:
         run: OpenRun,
         prepared: Prepared,
         *,
-        saves: bool = True,
-        is_endless: bool = False,
+        is_measurement: bool = False,
         resumed: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the checkpoints of the run's folder, if any.
 
-        Calls `resumed` whenever the clock starts. An endless loop continues past its last epoch.
+        Calls `resumed` whenever the clock starts. See `Hooks` on `is_measurement`.
         """
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
@@ -77,7 +76,7 @@ class Loop:
         self.exit: int | None = 0
         """Exit code in the summary; None if unknown."""
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
-        self._world, self._saves, self._is_endless, self._on_resume = world, saves, is_endless, resumed
+        self._world, self._is_measurement, self._on_resume = world, is_measurement, resumed
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
@@ -143,12 +142,12 @@ class Loop:
     def is_done(self) -> bool:
         """Whether the run has made all steps that --max-steps allows or a recipe plans."""
         limit = self.total_steps if self.prepared.is_recipe else self.config.max_steps or 0
-        return 0 < limit <= self.position.step and not self._is_endless
+        return 0 < limit <= self.position.step and not self._is_measurement
 
     def goes_on(self, epochs: int) -> bool:
         """Return whether another epoch remains."""
         position = self.position
-        if self._is_endless:
+        if self._is_measurement:
             return True
         is_left = position.epochs < epochs and (not self.is_done or position.within == self.steps)
         return is_left and not position.stalled(self.config.patience)
@@ -318,7 +317,7 @@ class Loop:
 
     def save(self) -> None:
         """Compare the replicas, then save a checkpoint (*collective*)."""
-        if self._saves:
+        if not self._is_measurement:
             self.confirm()
             step, scored = self.position.step, self._score
             score = scored[1] if scored is not None and scored[0] == step else None

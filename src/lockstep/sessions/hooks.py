@@ -11,11 +11,8 @@ if TYPE_CHECKING:
 class Hooks:
     """Hooks that a session calls on every rank. The base class does nothing; subclasses override methods."""
 
-    saves = True
-    """Whether checkpoints are saved."""
-    is_endless = False
-    """Whether the loop continues past its last epoch."""
-
+    is_measurement = False
+    """Whether the run is only measured: it saves no checkpoint, and continues past its last epoch."""
     draws = ""
     """Value of the option `draws` until `Session.draw_by_rank`; "" keeps the run's option."""
 

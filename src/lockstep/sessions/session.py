@@ -86,9 +86,7 @@ class Session:
         self.prepared = prepared or Prepared(opened.config, world, self.precision, exchange=exchange_of(world))
         self._resources.callback(self.prepared.exchange.close)
         self._hooks = hooks
-        self.loop = Loop(
-            *(opened, self.prepared), saves=hooks.saves, is_endless=hooks.is_endless, resumed=hooks.resumed
-        )
+        self.loop = Loop(opened, self.prepared, is_measurement=hooks.is_measurement, resumed=hooks.resumed)
         self._resources.callback(self.loop.close)
         shares = Shares()
         self._draws = Draws(
