@@ -53,7 +53,7 @@ class Work:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     wire = Wire()
     monkeypatch.setattr(allreduce, "dist", wire)
-    monkeypatch.setattr(allreduce, "_new_group", lambda: None)
+    monkeypatch.setattr(allreduce, "new_group", lambda: None)
     # A layer of 2 × 2 weights and 2 biases.
     monkeypatch.setattr(allreduce, "_BUCKET_BYTES", {"cpu": 24})
     return wire

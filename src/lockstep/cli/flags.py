@@ -59,8 +59,11 @@ class _Flag(NamedTuple):
         return self.text.removeprefix("--").replace("_", "-")
 
 
-_GONE = {"find-unused": "parameters without a gradient are found in any case; leave it out"}
-"""Flags of earlier versions, and what to do instead."""
+_GONE = {
+    "find-unused": "parameters without a gradient are found in any case; leave it out",
+    "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
+}
+"""Flags of earlier versions, some with their value, and what to do instead."""
 
 
 def check_read(given: Iterable[str], config: RunConfig) -> None:
@@ -140,9 +143,11 @@ def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
     known |= {f"no-{key}": leaf for key, leaf in known.items() if leaf.kind is bool}
     values: dict[str, Any] = {}
     for flag in flags:
-        if (leaf := known.get(flag.name)) is None:
-            if gone := _GONE.get(flag.name.removeprefix("no-")):
-                raise RequestError(f"{flag.text} is gone: {gone}.")
+        leaf = known.get(flag.name)
+        for text in (flag.name.removeprefix("no-"), " ".join([flag.name, *flag.words])):
+            if text in _GONE:
+                raise RequestError(f"--{text} is gone: {_GONE[text]}.")
+        if leaf is None:
             raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
         values[leaf.key] = _value(leaf, flag)
     return values

@@ -55,7 +55,6 @@ LAUNCHERS = {
     "elastic": Launcher(".supervisor", False, ("--init-method", "--interface"), ".nodes"),
     "environment": Launcher(".join", True, ("--rank", "--world-size", "--interface")),  # torchrun, srun or mpirun has
     "manual": Launcher(".join", True, ("--init-method", "--rank", "--world-size", "--interface")),  # a person has
-    "ray": Launcher(".ray", joins=False),  # Ray starts the ranks, on the nodes of its cluster
 }
 
 

@@ -131,7 +131,7 @@ class ParallelConfig:
     gpus: str = ""  # GPU indices, such as 0,1, among the GPUs visible to this process.
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"  # auto, cpu or cuda.
     launcher: Annotated[str, OneOf(LAUNCHERS, ("auto",))] = "auto"
-    """How processes start: inline, spawn, elastic, environment, manual, ray; auto detects it."""
+    """How processes start: inline, spawn, elastic, environment, manual; auto detects it."""
     nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"
     """Number of nodes; 1:4 takes all available nodes in that range, and continues on fewer."""
     max_restarts: Annotated[int, _FromZero] = 0  # Restarts from the last checkpoint after a lost rank.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..world.world import World
+from ..world.world import World, new_group
 from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
 
@@ -84,7 +84,7 @@ class AllReduce(Exchange):
                     index: parameter for index, parameter in enumerate(self.parameters) if parameter is module.weight
                 }
         if self._group is None and self._memory is None:
-            self._group = _new_group()
+            self._group = new_group()
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -152,7 +152,7 @@ class AllReduce(Exchange):
                 return self._memory.stack(row), None
         rows = row.new_empty(self.world.size, len(row))
         if self._group is None:
-            self._group = _new_group()
+            self._group = new_group()
         return rows, dist.all_gather_into_tensor(rows.view(-1), row, group=self._group, async_op=True)
 
     def _check(self, rows: Tensor, *, is_read: bool) -> None:
@@ -314,10 +314,3 @@ class AllReduce(Exchange):
         total = torch.sparse_coo_tensor(rows.t(), values, parameter.shape).coalesce()
         part.sparse[index] = total
         return parameter, total
-
-
-def _new_group() -> dist.ProcessGroup:
-    """Return a new process group of all ranks (*collective*)."""
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    return group

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,14 +129,14 @@ def read(env: Env) -> Place:
     names = {"--rank": program.rank, "--world-size": program.size}
     if known is not None:  # else the roll call finds out
         names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
-    served, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
+    is_agents, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
     endpoint = Endpoint(
         file=file,
         host=LOOPBACK if file else address,
         port=port,
         secret=stores.of_job(env, on_one_host=known is not None and here.nodes == 1),
-        job=env.get("TORCHELASTIC_RUN_ID", "") if served else "",
-        served=served,
+        job=env.get("TORCHELASTIC_RUN_ID", "") if is_agents else "",
+        served=is_agents or _has_group(),
     )
     return Place(
         dataclasses.replace(here, address=address, port=port),
@@ -144,6 +145,12 @@ def read(env: Env) -> Place:
         knows_node=known is not None,
         error_file=Path(error_file) if error_file else None,
     )
+
+
+def _has_group() -> bool:
+    """Return whether this process has torch's default process group, whose rank 0 serves the store."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def check_started(env: Env) -> None:

@@ -63,11 +63,8 @@ def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     """
     env = os.environ if env is None else env
     parallel, ranks = config.parallel, _known_ranks(config.parallel, env)
-    if parallel.launcher == "ray":  # which resolves them for its cluster
-        here = parallel.devices or 1
-    else:
-        parallel = _resolved(parallel, ranks, env)
-        here = _devices(parallel, env) if parallel.process_per_device else 1
+    parallel = _resolved(parallel, ranks, env)
+    here = _devices(parallel, env) if parallel.process_per_device else 1
     if parallel.launcher == "auto":
         parallel = dataclasses.replace(parallel, launcher=_auto(parallel, here, env))
     _check(parallel, here, env)
@@ -168,7 +165,7 @@ def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
         why = f"settles how ranks meet: {', '.join(given)} belongs to --launcher manual; drop it, or take that."
     elif name != "elastic" and parallel.max_restarts:
         why = "starts ranks once: drop --max-restarts, take --launcher elastic, or give torchrun its own."
-    elif name in ("manual", "ray") and parallel.nodes != parallel.most_nodes:
+    elif name == "manual" and parallel.nodes != parallel.most_nodes:
         why = "keeps its nodes: give --nodes one number, or take --launcher elastic."
     elif (name == "inline" and here > 1) or (name in ("inline", "spawn") and parallel.most_nodes > 1):
         why = (

@@ -67,9 +67,8 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
 class Supervisor:
     """Owner of the ranks' processes, of which none outlives a `run`."""
 
-    def __init__(self, config: RunConfig, where: str = "") -> None:
-        """`where` says where ranks die, such as " on node 10.0.0.2"."""
-        self._parallel, self._resume_hint, self._where = config.parallel, failures.resume_hint(config), where
+    def __init__(self, config: RunConfig) -> None:
+        self._parallel, self._resume_hint = config.parallel, failures.resume_hint(config)
         self._restarts = 0
         self._interrupts = Interrupts(self._pass_on)
         self._workers: list[Worker] = []
@@ -211,7 +210,7 @@ class Supervisor:
         elif -code in _CRASHES:
             how += f" (if it trained, its stacks are in the run's output/rank_{number}.txt)"
         is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
-        return Failure(number, "", f"Rank {number}{self._where} {how}; {self._resume_hint}.", "", is_echo=is_echo)
+        return Failure(number, "", f"Rank {number} {how}; {self._resume_hint}.", "", is_echo=is_echo)
 
     def _pass_on(self, number: int) -> None:
         for worker in self._workers:

@@ -74,18 +74,28 @@ class World:
         default also `timeout_s`. Raises `RequestError` if shared memory was requested and is not available.
         """
         is_cuda, hook = device.type == "cuda", sys.excepthook
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            store=store,
-            rank=topology.rank,
-            world_size=topology.size,
-            timeout=timedelta(seconds=timeout_s if form_s is None else form_s),
-            device_id=device if is_cuda else None,
-        )
-        sys.excepthook = hook  # torch replaces the hook and discards the previous one's output
-        if form_s is not None:
-            _torch.set_timeout(timedelta(seconds=timeout_s))
-        world = cls(topology, device, dist.group.WORLD, progress or Progress(), notes or Notes())
+        backend, group = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", dist.group.WORLD
+        if group is None:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=topology.rank,
+                world_size=topology.size,
+                timeout=timedelta(seconds=timeout_s if form_s is None else form_s),
+                device_id=device if is_cuda else None,
+            )
+            sys.excepthook = hook  # torch replaces the hook and discards the previous one's output
+            if form_s is not None:
+                _torch.set_timeout(timedelta(seconds=timeout_s))
+            group = dist.group.WORLD
+        else:  # another library has formed the ranks' default group, as Ray Train does
+            if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.size):
+                raise RequestError(
+                    f"torch.distributed has rank {dist.get_rank()} of {dist.get_world_size()}, and the environment "
+                    f"rank {topology.rank} of {topology.size}; call lockstep.session() in place of init_process_group."
+                )
+            group = new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        world = cls(topology, device, group, progress or Progress(), notes or Notes())
         if world.size == 1:
             return world
         memory, reason = shared_memory.join(topology, collectives == "gloo", world.gather, timeout_s)
@@ -237,4 +247,11 @@ class World:
         if self.memory is not None:
             self.memory.close()
         if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
+
+
+def new_group(**options: Any) -> dist.ProcessGroup:
+    """Return a new process group of all ranks (*collective*). See `torch.distributed.new_group` on `options`."""
+    group = dist.new_group(**options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
