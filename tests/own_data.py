@@ -164,7 +164,6 @@ hanging = partial(_at_23, partial(time.sleep, 600))
 crashing = partial(_at_23, partial(ctypes.string_at, 0))
 talking = partial(_at_23, _talk)
 starting = partial(_at_23, _start_and_end)
-debugged = partial(_at_23, breakpoint)
 
 
 class _Holding(_Samples):

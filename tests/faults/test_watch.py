@@ -54,22 +54,6 @@ def test_a_rank_alone_that_evaluates_long_and_is_stopped_meanwhile_goes_on(tmp_p
     assert (ended.code, ended.err) == (0, "")
 
 
-def test_a_rank_in_the_debugger_is_left_alone(tmp_path: Path) -> None:
-    with start(tmp_path, "train", *WORDS.split(), "tests.own_data:debugged", "--workers", 0, "--epochs", 1) as run:
-        assert run.stdin is not None
-        assert run.stdout is not None
-        said = ""
-        while not said.endswith("(Pdb) "):
-            said += (letter := run.stdout.read(1))
-            assert letter, f"it ended without a prompt: {said}"
-        time.sleep(STALL_S + 2)
-        assert run.poll() is None
-        run.stdin.write("continue\n")
-        run.stdin.flush()
-        ended = end(run)
-    assert ended.code == 0, ended
-
-
 @pytest.mark.parametrize(
     ("fault", "collectives", "words"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from lockstep import hardware
 from lockstep.monitor.signals import STOPPING
 
-from ..command import GATED, OPEN, command, end, gate, losses, sentence, start, until, weights
+from ..command import GATED, OPEN, command, gate, losses, sentence, until, weights
 from .conftest import CODE, RUN
 from .slurm import Cluster, running_cluster
 from .test_script import are_alike, check_failed_once, looped
@@ -46,18 +45,24 @@ def _log(folder: Path) -> Path:
     return next(folder.glob("slurm-*.out"))
 
 
-def _job_of(folder: Path) -> int:
-    return int(_log(folder).stem.partition("-")[2])
+def _submitted(cluster: Cluster, folder: Path, *words: Any) -> int:
+    """Submit a run from the folder; return the job's number."""
+    ended = command(folder, *_SUBMIT, *words, **cluster.env)
+    assert ended.code == 0, ended.err
+    found = re.match(
+        r"lockstep: submitted as job (\d+): tail -F \S.* follows its log, and scancel \1 ends it", ended.err
+    )
+    assert found, ended.err
+    return int(found[1])
 
 
 def test_a_submitted_run_has_the_bits_of_spawned_ranks(
     cluster: Cluster, spawned: dict[str, bytes], tmp_path: Path
 ) -> None:
     run = tmp_path / "with space & 100%j"
-    ended = command(tmp_path, *_SUBMIT, "--nodes", 2, *RUN[1:], "--output", run, **cluster.env)
-    assert ended.code == 0, ended.err
-    assert f"done after {RUN[-1]} steps" in ended.out
-    assert ended.out == _log(run).read_text()
+    job = _submitted(cluster, tmp_path, "--nodes", 2, *RUN[1:], "--output", run)
+    assert cluster.ended(job) == "COMPLETED"
+    assert f"done after {RUN[-1]} steps" in _log(run).read_text()
     assert _topology(run) == ("environment", 2, 2)
     assert weights(run) == spawned
 
@@ -75,6 +80,9 @@ srun --error=told {_PYTHON} run --output failed train.py - broken; echo "exit $?
 """
     cluster.ended(cluster.submit(script, tmp_path, CUDA_VISIBLE_DEVICES="", **CODE))
     assert re.findall(r"exit (\d+)", log := (tmp_path / "log").read_text()) == ["0", "0", "0", "1"], log
+    job = _submitted(cluster, tmp_path, "--nodes", 2, "train.py", "submitted")
+    assert cluster.ended(job) == "COMPLETED"
+    assert are_alike(losses(tmp_path / "runs" / "train"), alone)
     for name in ("srun", "torchrun"):
         assert _topology(tmp_path / name) == ("environment", 2, 1)
         assert weights(tmp_path / name) == spawned
@@ -91,55 +99,43 @@ def test_a_run_that_is_stopped_saves_requeues_itself_and_ends_with_the_same_bits
 ) -> None:
     run = tmp_path / "run"
     gate(tmp_path, 10)
-    words = ("submit", "slurm", "--time", "10:00", "--nodes", 2, *GATED[1:])
-    with start(tmp_path, *words, **cluster.env) as submitted:
-        until(lambda: len(losses(run)) >= 10)
-        job, preempting = _job_of(run), 0
-        if why == "signalled":
-            cluster.ask("scancel", "--signal=USR1", str(job))
-        elif why == "pre-empted":
-            flags = ("--partition=urgent", "--nodes=2", "--exclusive")
-            preempting = cluster.submit("#!/bin/bash\n", tmp_path, *flags)
-        else:
-            cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the warning comes 90 s before
-        until(lambda: STOPPING in _log(run).read_text())
-        gate(tmp_path, OPEN)
-        assert not preempting or cluster.ended(preempting) == "COMPLETED"
-        cluster.start_again(job)
-        ended = end(submitted)
-    assert ended.code == 0, ended
-    assert "lockstep: the job requeues itself" in ended.out
-    assert re.search(r"continuing at step \d+ of 60", ended.out), ended.out
+    job, preempting = _submitted(cluster, tmp_path, "--time", "10:00", "--nodes", 2, *GATED[1:]), 0
+    until(lambda: len(losses(run)) >= 10)
+    if why == "signalled":
+        cluster.ask("scancel", "--signal=USR1", str(job))
+    elif why == "pre-empted":
+        flags = ("--partition=urgent", "--nodes=2", "--exclusive")
+        preempting = cluster.submit("#!/bin/bash\n", tmp_path, *flags)
+    else:
+        cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the warning comes 90 s before
+    until(lambda: STOPPING in _log(run).read_text())
+    gate(tmp_path, OPEN)
+    assert not preempting or cluster.ended(preempting) == "COMPLETED"
+    cluster.start_again(job)
+    assert cluster.ended(job) == "COMPLETED"
+    log = _log(run).read_text()
+    assert "lockstep: the job requeues itself" in log
+    assert re.search(r"continuing at step \d+ of 60", log), log
     assert cluster.about(job)["Restarts"] == "1"
     assert losses(run) == losses(undisturbed)
     assert weights(run) == weights(undisturbed)
     assert not list(run.glob(".slurm-*"))
 
 
-def test_what_is_told_of_a_job_that_waits_is_refused_fails_or_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_is_told_of_a_job_that_is_refused_fails_or_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     told = sentence(command(tmp_path, *_SUBMIT, "--partition", "none-such", "digits", **cluster.env))
     assert "sbatch refused the job: invalid partition specified: none-such;" in told
     assert not any((tmp_path / "runs").iterdir())
     if not hardware.gpus(None):  # else the nodes have the GPUs that they claim to have
-        ended = command(tmp_path, *_SUBMIT, "--gpus-per-node", 2, "digits", "--output", "failed", **cluster.env)
-        assert ended.code == 2
-        assert "--accelerator cuda: this machine shows no GPU" in ended.out
-        assert re.search(r"job \d+ ended with exit code 2; its log is ", ended.err)
-    with start(tmp_path, *_SUBMIT, "--nodes", 9, "digits", **cluster.env) as submitted:
-        submitted.says("waits (PartitionConfig); scancel")
-        submitted.send_signal(signal.SIGINT)  # which ends the following, and not the job
-        told = sentence(end(submitted), code=75)
-    found = re.fullmatch(r"Job (\d+) goes on, no longer followed: tail -F (\S+) .* and scancel \1 ends it\.", told)
-    assert found, told
-    assert Path(found[2]) == tmp_path / "runs" / "digits-resnet8" / f"slurm-{found[1]}.out"
-    assert cluster.about(int(found[1]))["JobState"] == "PENDING"
-    cluster.ask("scancel", found[1])
+        job = _submitted(cluster, tmp_path, "--gpus-per-node", 2, "digits", "--output", "failed")
+        assert cluster.ended(job) == "FAILED"
+        assert "--accelerator cuda: this machine shows no GPU" in _log(tmp_path / "failed").read_text()
+        assert cluster.about(job)["ExitCode"] == "2:0"
     gate(tmp_path, 3)
-    with start(tmp_path, *_SUBMIT, *GATED[1:], **cluster.env) as submitted:
-        until(lambda: len(losses(tmp_path / "run")) >= 3)
-        cluster.ask("scancel", str(job := _job_of(tmp_path / "run")))
-        until(lambda: STOPPING in _log(tmp_path / "run").read_text())
-        gate(tmp_path, OPEN)
-        ended = end(submitted)
-    assert (ended.code, "and saved; continue with" in ended.out) == (1, True), ended
-    assert f"Job {job} ended as CANCELLED" in ended.err
+    job = _submitted(cluster, tmp_path, *GATED[1:])
+    until(lambda: len(losses(tmp_path / "run")) >= 3)
+    cluster.ask("scancel", str(job))
+    until(lambda: STOPPING in _log(tmp_path / "run").read_text())
+    gate(tmp_path, OPEN)
+    assert cluster.ended(job) == "CANCELLED"
+    until(lambda: "and saved; continue with" in _log(tmp_path / "run").read_text())

@@ -790,3 +790,56 @@ def test_a_sampler_keeps_the_epoch_that_the_loop_sets() -> None:
             plain = Sampler(images())
             plain.set_epoch(first + epoch)
             assert torch.equal(torch.cat(labels), images().tensors[1][list(plain)])
+
+
+def test_a_stop_at_an_epochs_end_repeats_that_end_alone(tmp_path: Path) -> None:
+    def train(output: str, *, asked_at: int = 0, **options: Any) -> Tensor:
+        """Ask for a stop within step `asked_at`, or, if negative, at the end of that epoch."""
+        ours, model, optimizer, loader = loop(output=output, **options)
+        ours.at_end(lambda _: {"tested": ours.load_best(), "steps": 0})
+        with ours:
+            for epoch in ours.epochs(2):
+                for batch in loader:
+                    ours.backward(loss_of(model, batch))
+                    optimizer.step()
+                    if ours.step == asked_at:
+                        signal.raise_signal(signal.SIGTERM)
+                    ours.stop_if_asked()  # not here: the step is not counted
+                    optimizer.zero_grad()
+                if epoch + 1 == -asked_at:
+                    signal.raise_signal(signal.SIGTERM)
+                ours.stop_if_asked()
+                ours.score([0.5, 0.25][epoch], on="held out", loss=torch.tensor(0.25))
+                assert ours.is_best == (epoch == 0)
+        weights: Tensor = model[1].weight.detach()
+        return weights
+
+    whole = train(str(tmp_path / "whole"))
+    for asked_at in (2, -1, -2):
+        output = str(tmp_path / f"asked{asked_at}")
+        with pytest.raises(Stopped, match=r"at step [48] of 8 and saved" if asked_at < 0 else "saved"):
+            train(output, asked_at=asked_at)
+        assert torch.equal(train(output, resume="auto"), whole), asked_at
+        found = json.loads((Path(output) / "summary.json").read_text())
+        assert (found["tested"], found["steps"], found["exit"]) == (4, 8, 0)
+        rows = events(Path(output), "eval")
+        assert [(row["score"], row["on"], row["loss"]) for row in rows] == [
+            (0.5, "held out", 0.25),
+            (0.25, "held out", 0.25),
+        ]
+
+
+def test_a_function_for_the_end_adds_no_epoch(tmp_path: Path) -> None:
+    for _ in range(2):
+        ours, model, optimizer, loader = loop(output=tmp_path, resume="auto")
+        ours.at_end(lambda _: None)
+        with ours:
+            for _ in ours.epochs(1):
+                for batch in loader:
+                    ours.backward(loss_of(model, batch))
+                    optimizer.step()
+        assert ours.step == 4
+        with pytest.raises(RequestError, match="called after the last epoch"):
+            ours.at_end(lambda _: None)
+        with pytest.raises(RequestError, match="given 'step', which its record has"):
+            ours.score(1.0, step=3)

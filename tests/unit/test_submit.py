@@ -112,3 +112,13 @@ def test_a_job_requeues_itself_unless_it_is_done_cancelled_or_never_reaches_a_ch
         done = subprocess.run(["/bin/bash", "-c", script], env=env, capture_output=True, text=True, check=False)
         assert (done.returncode, "asked to requeue" in done.stdout) == (exits, is_requeued), (row, done)
     assert "stopped 3 times without a new checkpoint" in done.stdout
+
+
+def test_a_script_stands_in_place_of_a_recipe(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import lockstep\n")
+    script = _script(capsys, "--nodes", "2", "--time", "20:00", "--precision", "bf16", "train.py", "--time", "3")
+    assert "#SBATCH --time=20:00\n" in script
+    command = script[script.index("srun --kill") : script.index("\ncode=$?\n")]
+    words = shlex.split(command.replace("\\\n", ""))
+    settled = ["--output", str(tmp_path / "runs" / "train"), "--resume", "auto", "--nodes", "2"]
+    assert words[words.index("run") + 1 :] == ["--precision", "bf16", *settled, "train.py", "--time", "3"]

@@ -41,8 +41,6 @@ def test_the_sentence_names_who_is_waited_for() -> None:
     said = told("abc", (7, 3, "save", "write.py:9", 60.0), (9, 3, "barrier", "", 59.0), (7, 3, "save", "", 5.0))
     assert said.startswith("Ranks 0, 2 (nodes a, c) stopped 60 s ago in saving at write.py:9 (step 3)")
     assert "rank 1 waits in barrier at step 3" in said
-    said = told("aa", (7, 3, "all-reduce", "a.py:1", 60.0), (7, 4, "all-gather", "b.py:2", 60.0))
-    assert "in all-reduce at a.py:1 (step 3) and rank 1 in all-gather at b.py:2 (step 4), each for the other" in said
 
 
 def test_a_few_ranks_are_named_and_many_are_a_span() -> None:
@@ -121,23 +119,6 @@ def test_a_rank_of_which_nothing_is_heard_any_more_is_the_one_that_was_lost() ->
         assert told[0].lost().startswith("Rank 1 (node b) was stopped, died or was cut off ")
 
 
-def test_ranks_that_wait_for_each_other_are_told_long_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_CROSSED_S", 0.5)
-    monkeypatch.setattr(watchdog, "is_machinery", lambda _: True)  # both ranks are this process, which moves on
-    progresses = [Progress(), Progress()]
-    with _watched(_store(), *progresses, stalls_s=(3600.0, 3600.0)) as told:
-        for progress in progresses:
-            progress.enter("all-reduce")
-        time.sleep(1.5)
-        assert len(told) == 2, "one that takes long is no hang"
-        progresses[1].step = 4
-        progresses[1].enter("broadcast")
-        until(lambda: len(told) == 4, 20)
-    sentence = told[2].sentence
-    assert sentence.startswith("Rank 0 waits in all-reduce (step 0) and rank 1 in broadcast (step 4), "), sentence
-    assert "each for the other: every rank has to call the same collectives" in sentence
-
-
 def test_who_reports_nothing_is_not_judged() -> None:
     quiet = Progress()
     with _watched(_store(), quiet, Progress(), stalls_s=(0.2, 0.2)) as told:
@@ -148,10 +129,9 @@ def test_who_reports_nothing_is_not_judged() -> None:
 
 
 def _build(kind: str) -> Any:
-    """Return a function that stands for a second where torch compiles, a person debugs, or a collective waits."""
+    """Return a function that stands for a second where torch compiles, or a collective waits."""
     name = {
         "compilation": "torch._dynamo.convert_frame",
-        "debugger": "bdb",
         "a collective": "torch.distributed.distributed_c10d",
     }[kind]
     space: dict[str, Any] = {"__name__": name, "sleep": time.sleep}
@@ -159,8 +139,8 @@ def _build(kind: str) -> Any:
     return space["stand"]
 
 
-@pytest.mark.parametrize("work", ["setup", "compilation", "debugger"])
-def test_while_one_rank_prepares_compiles_or_is_debugged_nobody_is_judged(work: str) -> None:
+@pytest.mark.parametrize("work", ["setup", "compilation"])
+def test_while_one_rank_prepares_or_compiles_nobody_is_judged(work: str) -> None:
     first, second = Progress(), Progress()
     with _watched(_store(), first, second, stalls_s=(3600.0, 0.4)) as told:
         for phase in ("setup", "data", "all-gather"):  # where it waits

@@ -52,7 +52,7 @@ def pack(value: Any, tensors: dict[str, Tensor], names: dict[int, str]) -> Any:
 
 
 def names_in(packed: Any) -> Iterator[str]:
-    """Yield the names of the tensors in a result of `_pack`."""
+    """Yield the names of the tensors in a result of `pack`."""
     if isinstance(packed, list):
         for item in packed:
             yield from names_in(item)
@@ -65,6 +65,7 @@ def names_in(packed: Any) -> Iterator[str]:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the value that `pack` was given, with copies of its tensors."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -37,7 +37,7 @@ _META: dict[tuple[type, ...], tuple[str, ...]] = {
     (dict,): ("config", "contents"),
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm", "precision"),
-    (bool,): ("is_recipe",),
+    (bool,): ("is_recipe", "is_open"),
 }
 """The fields of a checkpoint's `meta`, by type; integers are not negative."""
 

@@ -16,12 +16,14 @@ from ..launchers import start
 from ..launchers.plan import plan
 from ..printable import told
 from ..runs import folders
+from ..screen import Screen
 from ..sessions.script import Script
 from . import flags, output
 
+_SWITCHES = ("--dry-run",)
 _USAGE = """\
-usage: lockstep run [flags] SCRIPT [its own flags]
-       lockstep run [flags] -m MODULE [its own flags]
+usage: lockstep run [--dry-run] [flags] SCRIPT [its own flags]
+       lockstep run [--dry-run] [flags] -m MODULE [its own flags]
 
 Runs SCRIPT on every rank as `python SCRIPT` would; its call of lockstep.session() joins the ranks. Flags before SCRIPT
 are those flags of lockstep train that a script leaves to the command:
@@ -29,17 +31,20 @@ are those flags of lockstep train that a script leaves to the command:
 {flags}
 
 lockstep train --help describes them. Without --output, the run's folder is runs/NAME, after the script's name.
+--dry-run prints how the ranks would start, and starts nothing.
 """
 
 
 def main(given: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
-    if {"-h", "--help"} & {*split(given)[0]}:
+    ours, script_words = split(given, _SWITCHES)
+    if {"-h", "--help"} & {*ours}:
         names = " ".join(f"--{name}" for name in sorted(_known()))
         listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         output.show(_USAGE.format(flags=listed))
         return 0
-    config, script = asked(given, prog="lockstep run")
+    is_dry = "--dry-run" in ours
+    config, script = asked([*(word for word in ours if word != "--dry-run"), *script_words], prog="lockstep run")
     if flags_of_ours := _misplaced(script):
         sys.stderr.write(
             told(
@@ -50,6 +55,10 @@ def main(given: list[str]) -> int:
     planned = plan(config)
     if planned.starts_here:
         folders.check(config)
+    if is_dry:
+        with output.written():
+            Screen().print(f"{planned}\n{' '.join((script.name, *script.arguments))}", soft_wrap=True)
+        return 0
     return start.run(script, planned) or 0
 
 

@@ -1,28 +1,26 @@
-"""`lockstep submit slurm [its flags] RECIPE [flags]`: run as a Slurm job."""
+"""`lockstep submit slurm [its flags] RECIPE [flags]`, or a script in place of the recipe: a run as a Slurm job."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
-import sys
-from pathlib import Path
 
 from ..batching import BatchPlan
-from ..errors import RequestError, Stopped, choose
+from ..errors import RequestError, choose
 from ..files import write_whole
 from ..launchers import submit
 from ..monitor.output import say
 from ..runs import folders
 from ..verify import commands
-from . import flags, output, words
+from . import flags, output, run, words
 from .preflight import check_names
 
 USAGE = f"""\
 usage: lockstep submit slurm [its flags] RECIPE [flags of lockstep train]
+       lockstep submit slurm [its flags] [flags of lockstep run] SCRIPT.py [its own flags]
 
-Writes one sbatch script, {submit.NAME}, into the run's folder, submits it, and follows its log until the job ends; the
-exit code is the job's. Ctrl-C stops following the log, not the job. Shortly before its time limit and on pre-emption,
-the job saves, requeues itself, and continues from its last checkpoint.
+Writes one sbatch script, {submit.NAME}, into the run's folder, and submits it. Shortly before its time limit and on
+pre-emption, the job saves, requeues itself, and continues from its last checkpoint.
 
   --nodes N             nodes (default: 1)
   --gpus-per-node G     GPUs per node, with one task each, or one task per node if the strategy drives all GPUs
@@ -39,28 +37,35 @@ _OWN: dict[str, type] = {
     "--sbatch": list,
     "--dry-run": bool,
 }
+_SWITCHES = ("--dry-run",)
 _GIVEN = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
 """Options of the run that the script gives itself."""
 
 
 def main(given: list[str]) -> int:
-    """Submit the run, follow it, and return the job's exit code."""
+    """Submit the run, and return the exit code."""
     if not given or given[0].startswith("-"):
         raise RequestError("lockstep submit lacks the scheduler: give slurm, as in lockstep submit slurm digits.")
     choose("scheduler", given[0], ["slurm"])
     if given[1:2] in (["-h"], ["--help"]):
         output.show(USAGE)
         return 0
-    options, rest = words.take(given[1:], _OWN)
+    is_script = run.names_script(given[1:], _SWITCHES)
+    ours, script = run.split(given[1:], _SWITCHES) if is_script else (given[1:], [])
+    options, rest = words.take(ours, _OWN)
     is_dry, sbatch = options.pop("--dry-run", False), options.pop("--sbatch", [])
     if "--tasks-per-node" in options:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")
-    config = flags.parse(rest, prog="lockstep submit slurm")
-    check_names(config)
+    if is_script:
+        config, _ = run.asked([*rest, *script], prog="lockstep submit slurm")
+    else:
+        config = flags.parse(rest, prog="lockstep submit slurm")
+        check_names(config)
     # The request is checked here as far as possible: the cluster would refuse it after a long wait.
     job = submit.lay_out({"--job-name": folders.default_name(config), **options}, sbatch, config)
     micro, accumulate = config.batch.micro_batch, config.batch.accumulate
-    BatchPlan.solve(config.batch.size, job.ranks, micro_size=micro, accumulation=accumulate, devices=job.devices)
+    if not is_script:
+        BatchPlan.solve(config.batch.size, job.ranks, micro_size=micro, accumulation=accumulate, devices=job.devices)
     if config.checkpoint.resume not in ("", "auto"):
         raise RequestError(
             f"--resume {config.checkpoint.resume}: a job that is requeued goes on in its own folder; give --output RUN "
@@ -79,37 +84,20 @@ def main(given: list[str]) -> int:
         )
     folder, is_new = folders.reserve(config, make=not is_dry)
     try:
-        train = commands.python("lockstep", "train", *flags.without(rest, _GIVEN))
-        script = submit.render(job, folder, train)
+        verb = "run" if is_script else "train"
+        text = submit.render(job, folder, commands.python("lockstep", verb, *flags.without(rest, _GIVEN)), script)
         if is_dry:
-            output.show(script)
+            output.show(text)
             return 0
         try:
-            write_whole(folder / submit.NAME, script.encode())
+            write_whole(folder / submit.NAME, text.encode())
         except OSError as error:
             raise folders.unwritable(folder, error) from error
-        return _followed(submit.submit(folder / submit.NAME), folder)
+        number = submit.submit(folder / submit.NAME)
+        log = shlex.quote(str(folder / f"slurm-{number}.out"))
+        say(f"submitted as job {number}: tail -F {log} follows its log, and scancel {number} ends it")
+        return 0
     except RequestError:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _followed(job: int, folder: Path) -> int:
-    log = folder / f"slurm-{job}.out"
-    say(f"submitted as job {job}; its log is {log}")
-    try:
-        code = submit.follow(job, log, _show, say)
-    except KeyboardInterrupt:
-        raise Stopped(
-            f"Job {job} goes on, no longer followed: tail -F {shlex.quote(str(log))} follows it again, and scancel "
-            f"{job} ends it."
-        ) from None
-    if code:
-        say(f"job {job} ended with exit code {code}; its log is {log}")
-    return code
-
-
-def _show(more: bytes) -> None:
-    with output.written():
-        sys.stdout.buffer.write(more)

@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,12 @@ from ..sessions.session import Session
 from ..training import losses, precision
 from ..world.world import World
 from . import initial
-from .evaluation import EvaluationShares, evaluate
+from .evaluation import EvaluationShares, evaluate, stoppable
 from .job import Job, assemble
 
 if TYPE_CHECKING:
     from ..data.source import Source as Data
 
-_BATCHES = 4  # of an evaluation, between two exchanges of stop requests
 _PROBE_SAMPLES = 8  # for the check of a user's loss
 _CONTRACT = 'it is called as loss(scores, labels, reduction="sum") and returns the sum over the samples, one number'
 
@@ -50,7 +49,7 @@ class Classifier:
         job.facts = describe_job(job)
         self.batches: Iterable[Any] = session.prepare(job)
         self.optimizers, self.average, self.lr = job.optimizers, job.average, job.lr
-        self.result: RunResult  # once the run has ended
+        self._result: RunResult | None = None  # once the run has ended
         self._job, self._session = job, session
         self._scores: Scores | None = None  # of the last evaluation
         self._has_mean = ":" not in job.config.optim.loss  # a user's loss returns sums only
@@ -116,10 +115,11 @@ class Classifier:
         test, best = {"step": summary["steps"]} | scores, None
         if data.validation is not None:
             test = best = self._test("last", summary["steps"])
-            if (step := session.load_best()) != summary["steps"]:
+            if not session.is_best:
+                step = session.load_best()
                 best = None if step is None else self._test("best", step)
         known = {item.name for item in dataclasses.fields(RunResult)}
-        self.result = RunResult(
+        self._result = RunResult(
             **{name: value for name, value in summary.items() if name in known},
             **scores,
             images_per_s=summary["samples_per_s"],
@@ -128,7 +128,13 @@ class Classifier:
             test=test,
             test_best=best,
         )
-        return self.result.as_json()
+        return self._result.as_json()
+
+    @property
+    def result(self) -> RunResult:
+        """The run's result, once it has ended."""
+        assert self._result is not None, "the session's loop has called `_summarize` at its end"
+        return self._result
 
 
 def describe_job(job: Job) -> dict[str, Any]:
@@ -169,14 +175,7 @@ def score_job(job: Job, session: Session, data: Data, **options: Any) -> Scores:
     size = job.config.batch.eval_batch or -(-job.plan.global_size // (job.replicas * job.plan.accumulation))
     shares = EvaluationShares(data, job.world, size)
     options |= {"autocast": job.precision.autocast, "loss_fn": losses.evaluated(job.config.optim, job.loss_fn)}
-    return evaluate([*job.groups.values()][-1], _stoppable(session, shares), job.world, **options)
-
-
-def _stoppable(session: Session, shares: EvaluationShares) -> Iterator[Any]:
-    for number, batch in enumerate(session.evaluating(shares)):
-        if number % _BATCHES == 0:
-            session.stop_if_asked()
-        yield batch
+    return evaluate([*job.groups.values()][-1], stoppable(session, shares), job.world, **options)
 
 
 def evaluate_checkpoint(

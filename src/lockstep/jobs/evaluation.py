@@ -19,10 +19,13 @@ from ..world.world import World
 
 if TYPE_CHECKING:
     from ..data.source import Indices, Source
+    from ..sessions.session import Session
+
+_BATCHES = 4  # between two exchanges of stop requests
 
 
 class EvaluationShares:
-    """This rank's shares of a data set, of at most `size` samples, for `Session.evaluating`.
+    """This rank's shares of a data set, of about `size` samples, for `Session.evaluating`.
 
     `Micro.batch` is (x, y, indices): x (n, …), y (n,), and the samples' indices (n,), or (0,) for a stand-in.
     """
@@ -39,6 +42,14 @@ class EvaluationShares:
         for share, (x, y, read) in zip(shares, stream, strict=True):
             indices = read[: share.size]
             yield Micro((x, y, indices), share, indices)
+
+
+def stoppable(session: Session, data: Any) -> Iterator[Any]:
+    """Yield the batches of `session.evaluating(data)`; stop between them on request (*collective*)."""
+    for number, batch in enumerate(session.evaluating(data)):
+        if number % _BATCHES == 0:
+            session.stop_if_asked()
+        yield batch
 
 
 def evaluate(

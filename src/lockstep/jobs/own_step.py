@@ -26,6 +26,7 @@ from ..sessions.session import Session
 from ..training import losses, optim
 from ..world.random_state import preserve_generators, seed_all
 from . import initial
+from .evaluation import stoppable
 
 Step = Callable[[nn.Module, Any], Any]
 """step(model, batch) -> the loss summed over the batch (0-dim), or (that sum, its number of terms)"""
@@ -104,7 +105,7 @@ class OwnStep:
         if self._test_loader is None:
             return {}
         scores = self._score(self._test_loader, "test")
-        if self._session.load_best() not in (None, summary["steps"]):
+        if (not self._session.is_best or self._last_score() is None) and self._session.load_best() is not None:
             scores |= self._score(self._test_loader, "test_best")
         self._session.log(**scores)
         self._show("at the end", scores)
@@ -133,7 +134,7 @@ class OwnStep:
         """Return the mean loss and metric over the loader's data (*collective*). Each sample counts once."""
         session = self._session
         sums = torch.zeros(4, dtype=torch.float64, device=session.device)
-        for batch in session.evaluating(loader):
+        for batch in stoppable(session, loader):
             if session.samples == 0:  # fewer samples than ranks: this rank's share is empty
                 continue
             for number, function in enumerate((self._step, self._metric)):

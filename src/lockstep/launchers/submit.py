@@ -1,13 +1,11 @@
-"""A run as a Slurm job: options, readable script, log, exit code."""
+"""A run as a Slurm job: options and a readable script."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +20,7 @@ WARNED_FROM_S = 300
 """Time limits shorter than this get no warning: Slurm sends it up to 60 s early, and starting takes its time."""
 _WARN_S = 90
 _IDLE_STARTS = 3
-_LOOK_S = 1.0
 _ASK_S = 60.0
-_UNKNOWN_LIMIT = 30  # looks in a row at which the controller does not answer
 _COUNT = (r"[1-9][0-9]{0,8}", "a whole number from 1 up")
 _WORD = (r"[\w.,:@%+=/-]+", "one word, without spaces and quotes")
 OPTIONS = {
@@ -48,7 +44,6 @@ _WRITTEN = (
 )
 """Options of sbatch that the script sets or excludes."""
 _SETTLED = ("gpus", "launcher", "rank", "world-size", "init-method", "max-restarts")
-_ENDED = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL")
 
 
 class Job(NamedTuple):
@@ -133,10 +128,12 @@ def is_unwarned(options: Mapping[str, str]) -> bool:
     return int(days or 0) * 86_400 + seconds < WARNED_FROM_S
 
 
-def render(job: Job, folder: Path, train: Sequence[str]) -> str:
-    """Return the sbatch script for a run. `folder` is the run's absolute folder, `train` the command as given.
+def render(job: Job, folder: Path, command: Sequence[str], script: Sequence[str]) -> str:
+    """Return the sbatch script for a run.
 
-    Raises `RequestError` for paths and words that cannot stand in a script.
+    `folder` is the run's absolute folder, `command` the command with its flags as given, and `script` a user's script
+    with its own flags, which follow those that the job settles. Raises `RequestError` for paths and words that cannot
+    stand in a script.
     """
     for path in (folder, Path.cwd()):
         require(
@@ -144,7 +141,7 @@ def render(job: Job, folder: Path, train: Sequence[str]) -> str:
             f"{str(path)!r} has a quote, a backslash or a control character, which Slurm cannot read in a script; give "
             "another --output, or start the command in another folder.",
         )
-    for word in train:
+    for word in (*command, *script):
         require(word.isprintable(), f"{word!r} has a control character, which no script shows; leave it out.")
     log = str(folder).replace("%", "%%")  # which begins a pattern there
     options = {**job.options, "--chdir": f'"{Path.cwd()}"', "--output": f'"{log}/slurm-%j.out"'}
@@ -158,8 +155,8 @@ def render(job: Job, folder: Path, train: Sequence[str]) -> str:
         name=NAME,
         idle_starts=_IDLE_STARTS,
         srun="srun --kill-on-bad-exit=1" + (f" --cpus-per-task={processors}" if processors else ""),
-        command=shlex.join(train),
-        settled=shlex.join(["--output", str(folder), *job.flags]),
+        command=shlex.join(command),
+        settled=shlex.join(["--output", str(folder), *job.flags, *script]),
     )
 
 
@@ -177,42 +174,6 @@ def submit(script: Path) -> int:
         lines = [re.sub(r"^sbatch: (error: )?", "", line).strip(" .") for line in done.stderr.splitlines()]
         raise RequestError(f"sbatch refused the job: {'; '.join(filter(None, lines))}; nothing was submitted.")
     return int(number)
-
-
-def follow(job: int, log: Path, show: Callable[[bytes], None], say: Callable[[str], None]) -> int:
-    """Show the job's log until the job ends; return its exit code.
-
-    `show` gets the log's new bytes, `say` a line when the job begins to wait. Raises `RunError` for a job that ended
-    otherwise than by its own exit code.
-    """
-    ask = ["scontrol", "show", "job", "--oneliner", str(job)]
-    shown, told, silent = 0, "", 0
-    while silent <= _UNKNOWN_LIMIT:
-        answer, more = "", b""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_S, check=False).stdout
-        about = dict(re.findall(r"(\w+)=(\S*)", answer))
-        silent = 0 if about else silent + 1
-        state, reason = about.get("JobState", ""), about.get("Reason", "")
-        if state == "PENDING" and reason not in ("None", told):
-            say(f"job {job} waits ({reason}); scancel {job} ends it")
-        told = reason if state == "PENDING" else ""
-        with contextlib.suppress(OSError), log.open("rb") as file:  # which the node may not have begun
-            file.seek(shown)
-            more = file.read()
-        if more:
-            show(more)
-            shown += len(more)
-        code, _, number = about.get("ExitCode", "").partition(":")
-        if state == "COMPLETED" or (state == "FAILED" and code != "0"):
-            return int(code)
-        if state in _ENDED:
-            raise RunError(
-                f"Job {job} ended as {state} (signal {number}); submit it again with --resume auto to continue, with a "
-                f"longer --time or more --mem where it lacked that; its log is {log}."
-            )
-        time.sleep(_LOOK_S)
-    raise RunError(f"Slurm no longer tells of job {job}; its log is {log}, and sacct -j {job} may know more.")
 
 
 _SCRIPT = """\

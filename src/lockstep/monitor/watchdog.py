@@ -5,9 +5,8 @@
 
 A rank that has entered no new phase for --stall-timeout leaves such a sentence in the store, with which all end. All
 ranks enter the same phases in the same order: the one that hangs has entered the fewest. A process that has died, was
-stopped or is cut off is known by heartbeats that no longer rise. Ranks that wait in different collectives wait for each
-other, which is reported after half a minute. No rank is judged while all live and one prepares, compiles or is
-debugged, nor a lone rank that computes. The rank that serves the store ends last.
+stopped or is cut off is known by heartbeats that no longer rise. No rank is judged while all live and one prepares or
+compiles, nor a lone rank that computes. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from . import tracebacks
 from .failures import Failure, is_machinery
 from .heartbeat import Beat, Heartbeats
 from .keys import Keys
-from .progress import EXCHANGES, SETUP, Progress
+from .progress import SETUP, Progress
 
 MISSED_BEATS = 3
 """Beats of a living rank that may come late."""
-_COMPILATION, _DEBUGGER = "compilation", "the debugger"
-_MAY_LAST = (SETUP, _COMPILATION, _DEBUGGER)
+_COMPILATION = "compilation"
+_MAY_LAST = (SETUP, _COMPILATION)
 _COLLECTIVE = "a collective"  # of the user's, which no phase tells
-_COLLECTIVES = (*EXCHANGES, _COLLECTIVE)
-_CROSSED_S = 30.0  # for which all ranks wait, in different collectives: longer than any takes, of 32 MB or a tensor
 _WAITS_ALONE = ("data", "save")  # for data workers, or for a disk
 _WORDS = {"": "its own code", "data": "data loading", "step": "the optimizer step", "save": "saving"}
 _CLOSE_S = 2.0
@@ -68,7 +65,6 @@ class Watchdog:
         self._progress, self._rank, self._nodes, self._server = progress, rank, tuple(nodes), server
         self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
         self._late_s = MISSED_BEATS * beat_s
-        self._crossed_s = min(stall_timeout_s, max(_CROSSED_S, 2 * self._late_s))
         self._idle_s = self._stalled_s = 0.0
         self._closed = threading.Event()
         self._speaks = threading.Lock()  # taken once, by the thread that reports why this process ends
@@ -124,9 +120,7 @@ class Watchdog:
             self._idle_s, self._stalled_s = self._idle_s + passed_s, self._stalled_s + passed_s
             if count != self._progress.count:
                 count, self._idle_s, self._stalled_s = self._progress.count, 0.0, 0.0
-            may_be_stuck = (
-                self._idle_s > (self._crossed_s if self._progress.phase in _COLLECTIVES else self._stall_s) / 4
-            )
+            may_be_stuck = self._idle_s > self._stall_s / 4
             heard = ""
             if now_s - sent_s >= 0.9 * self._beat_s:
                 sent_s = now_s
@@ -143,7 +137,7 @@ class Watchdog:
         """Return the sentence about a stall, "" for none."""
         if self._may_last(seen := self._heartbeats.seen(self._own())):
             self._stalled_s = 0.0
-        elif self._stalled_s > (self._crossed_s if _are_crossed(seen, self._crossed_s / 2) else self._stall_s):
+        elif self._stalled_s > self._stall_s:
             # A rank that was stopped before the others began to wait has been silent for longer than this.
             return self._heartbeats.agree(explain(seen, self._nodes, max(self._stall_s / 2, self._late_s)))
         return ""
@@ -163,9 +157,7 @@ class Watchdog:
         progress, frames = self._progress, sys._current_frames()
         main = _frames(frames.get(threading.main_thread().ident or 0))
         names, phase = _modules(main), progress.phase
-        if "bdb" in names or "pydevd" in sys.modules:  # a person looks: pdb's prompt, or a debugger that may hold it
-            phase = _DEBUGGER
-        elif any(COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
+        if any(COMPILERS & _modules(_frames(frame)) for frame in frames.values()):
             phase = _COMPILATION
         elif phase in ("", SETUP) and "torch.distributed.distributed_c10d" in names:
             phase = _COLLECTIVE
@@ -182,13 +174,6 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
     A rank whose last beat is older than `silence_s` does not live or cannot be reached.
     """
     silent = {rank: beat for rank, beat in seen.items() if beat.silent_s > silence_s}
-    if not silent and _are_crossed(seen, 0.0):
-        (lowest, one), *others = sorted(seen.items())
-        rank, other = next(each for each in others if _call(each[1]) != _call(one))
-        return (
-            f"Rank {lowest} waits in {_whereabouts(one)} and rank {rank} in {_whereabouts(other)}, each for the other: "
-            "every rank has to call the same collectives, in the same order and as often"
-        )
     # One that waits in a collective of the user's has come further than one in the user's own code.
     entered = {rank: (beat.count, beat.phase == _COLLECTIVE) for rank, beat in seen.items()}
     behind = silent or {rank: beat for rank, beat in seen.items() if entered[rank] == min(entered.values())}
@@ -208,17 +193,6 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
         phase = "all-reduce" if computes else first.phase or _COLLECTIVE
         waits = f"; {ranks_in_short(waiting)} {verb} in {phase} at step {first.step}{waits}"
     return f"{ranks_in_short(behind).capitalize()}{at} {how} {idle_s:.0f} s ago{where}{waits}"
-
-
-def _are_crossed(seen: dict[int, Beat], least_s: float) -> bool:
-    """Return whether all ranks have waited `least_s` in different collectives. None of those will end."""
-    wait = all(beat.phase in _COLLECTIVES and beat.idle_s > least_s for beat in seen.values())
-    return wait and len(set(map(_call, seen.values()))) > 1
-
-
-def _call(beat: Beat) -> tuple[str, int, str]:
-    # A collective of the user's own may have other lines on other ranks, where one sends and another receives.
-    return beat.phase, beat.step, "" if beat.phase == _COLLECTIVE else beat.place
 
 
 def _whereabouts(beat: Beat) -> str:

@@ -10,7 +10,7 @@ Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and li
     log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s
                 (None where the run's length is not known), top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, samples: an evaluation begins
-    eval        step, epoch, top1, top5, loss, samples, on (validation set or test set)
+    eval        step, epoch, score, on (validation set or test set), top1, top5, loss, samples; a script's own numbers
     checkpoint  step, path: of one that is synced to disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and values by names of the user's own

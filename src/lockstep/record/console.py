@@ -150,6 +150,11 @@ class Terminal(Notices):
 
     def _show_eval(self, fields: dict[str, Any]) -> None:
         self._draw(numbers=self._numbers)
+        if not {"top1", "loss", "samples"} <= fields.keys():  # a script's own scores
+            numbers = {name: value for name, value in fields.items() if name not in ("step", "epoch", "on", "time")}
+            told = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items() if value is not None)
+            self._out.say(f"{self._epoch(fields)}  {self._step(fields)}  {fields['on']}  {told}".rstrip())
+            return
         self._out.say(
             f"{self._epoch(fields)}  {self._step(fields)}  ",
             (f"{fields['on'].removesuffix(' set')} {fields['top1']:7.2%}", "bold green"),

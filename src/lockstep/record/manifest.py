@@ -89,8 +89,9 @@ class Documents(Recorder):
         elif event == "proof":
             known["proof"] = fields["checks"]
         elif event == "eval":
-            known |= {name: fields[name] for name in ("top1", "top5", "loss", "samples")}
-            known["best_top1"] = max(known.get("best_top1", fields["top1"]), fields["top1"])
+            known |= {name: fields[name] for name in ("top1", "top5", "loss", "samples") if name in fields}
+            if "top1" in fields:
+                known["best_top1"] = max(known.get("best_top1", fields["top1"]), fields["top1"])
         elif event in ("finish", "failed"):
             self._end(fields if event == "finish" else RunResult.unfinished(known) | fields)
 

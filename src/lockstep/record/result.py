@@ -60,7 +60,7 @@ class RunResult:
 
     @classmethod
     def unfinished(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `summary.json` of an unfinished run. The same keys, None where not `known`."""
+        """Return the `summary.json` of an unfinished run. The same fields, None where not `known`."""
         return {item.name: known.get(item.name) for item in dataclasses.fields(cls)} | {"covers": COVERS}
 
     def as_json(self) -> dict[str, Any]:

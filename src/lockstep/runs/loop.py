@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Loop:
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.position = prepared, Position()
-        self.at_end: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self.at_end: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
         """See `Session.at_end`."""
         self.summary: dict[str, Any] = {}
         """Summary of a run that has ended."""
@@ -149,16 +149,8 @@ class Loop:
         position = self.position
         if self._is_measurement:
             return True
-        is_left = position.epochs < epochs and (not self.is_done or position.within == self.steps)
+        is_left = position.is_open or (position.epochs < epochs and not self.is_done)
         return is_left and not position.stalled(self.config.patience)
-
-    def remaining(self, epochs: int) -> Iterator[int]:
-        """Yield the remaining epochs, by number; at last one without steps for weights that `at_end` needs scored."""
-        position = self.position
-        while self.goes_on(epochs):
-            yield position.epochs
-        if self.at_end is not None and position.evaluated != position.step:
-            yield position.epochs
 
     def note_samples(self, indices: Indices, *, last: bool) -> None:
         """Note this rank's sample indices (n,) of a micro-batch; the `last` one completes its batch."""
@@ -168,14 +160,14 @@ class Loop:
                 self.checks.samples.end_batch()
                 self._batches += 1
 
-    def judge(self, score: float | None, *, on: str = "", **values: Any) -> None:
-        """Record the current weights' score (*collective*). See `Session.score`."""
+    def judge(self, score: float | None, on: str, values: dict[str, float]) -> None:
+        """Record the current weights' score. See `Session.score`."""
         position = self.position
         self._is_due |= score is not None and self.is_running and score > position.best_top1
         position.judge(score, values)
         self._score = None if score is None else (position.step, score)
         if values:
-            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on} | values
+            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on, "score": score} | values
 
     def begin_pass(self, place: int) -> int | None:
         """Return the first batch of pass `place` over this epoch's data; None for a completed pass.
@@ -205,7 +197,7 @@ class Loop:
                 f"and the loop trains number {batch + 1} again: read the loader within the epoch, as in `for batch in "
                 "loader`, or leave --checkpoint-every out, so that checkpoints are those of whole epochs."
             )
-        position.passes, position.within = place, batch + 1
+        position.passes, position.within, position.is_open = place, batch + 1, False
         if place not in position.trained:
             position.trained.append(place)
         self.resumed_at = 0
@@ -256,6 +248,7 @@ class Loop:
     def end_epoch(self) -> None:
         """Record an epoch and its evaluation, and save (*collective*)."""
         position, source = self.position, self.prepared.source
+        position.is_open = False
         self.record_steps()
         if not self.is_done or position.within == self.steps:
             if source is not None and self.checks.samples is not None:
@@ -339,10 +332,17 @@ class Loop:
         total = f" of {self.total_steps}" if self.total_steps else ""
         return Stopped(f"Stopped on request at step {step}{total}{ending}")
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether a run that stops here can be continued here: the epoch's batches, or all epochs, are over."""
+        is_kept = self.prepared.source is not None and not self.prepared.is_renewed
+        return self.is_finished or (is_kept and self.position.is_open)
+
     def load_best(self) -> int | None:
         """Load the weights of the best checkpoint; return its step (*collective*). None unless every rank has it."""
-        if self.folder is None:
+        if self.folder is None or self._saver is None:
             return None
+        self._world.together(self._saver.close)  # `best` may be on its way to the disk
         best = str(self.folder / "checkpoints" / "best")
         checkpoint = dataclasses.replace(self.config.checkpoint, resume=best)
         state: State | None = None
@@ -367,7 +367,7 @@ class Loop:
             self.save()
         reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self._measured()
-        self.summary = fields if self.at_end is None else fields | self.at_end(fields)
+        self.summary = fields if self.at_end is None else (self.at_end(fields) or {}) | fields
         self._record_checks()
         self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
         if reason:

@@ -180,6 +180,7 @@ class Passes:
             self._draws.come_to(self.shares.newest_open)  # the loop may draw for batches that it keeps
             if counts and loop.is_running:
                 self.compare()
+                loop.position.is_open = loop.epochs is not None
                 if loop.epochs is None and loop.position.step + stepper.has_stepped > steps:
                     loop.end_data()
                     self.end_epoch()
@@ -383,7 +384,8 @@ class Passes:
 
     def _warn_of_evaluation(self, shared: Evaluated) -> None:
         untracked = [name for model in self._prepared.models.values() for name in sync_batchnorm.untracked(model)]
-        is_small = shared.samples is not None and shared.samples < self._world.size
+        # An `Evaluated` of another kind marks its stand-ins.
+        is_small = isinstance(shared, SharedLoader) and (shared.samples or self._world.size) < self._world.size
         if self._world.size == 1 or self._has_warned_of_evaluation or not (untracked or is_small):
             return
         self._has_warned_of_evaluation = True

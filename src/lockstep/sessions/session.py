@@ -58,6 +58,7 @@ _RESERVED = (
     *("samples_per_s", "step_s", "data_wait_s", "eta_s", *SAMPLED),
 )
 """Names of the fields that records already have."""
+_RESERVED_SCORES = ("event", "time", "step", "epoch", "on", "score")
 _NO_GRADIENT = (AttributeError, TypeError, AssertionError, RuntimeError)
 _NO_GRADIENT_TEXTS = ("NoneType", "inf checks", "nested_tensorlist")
 """Errors of code, of a GradScaler and of clip_grad_value_ where a gradient is None."""
@@ -142,6 +143,11 @@ class Session:
     def best_score(self) -> float:
         """Highest `score` so far; -inf without one."""
         return self.loop.position.best_top1
+
+    @property
+    def is_best(self) -> bool:
+        """Whether no earlier score is as high as the last one."""
+        return self.loop.position.stale == 0
 
     @property
     def is_resumed(self) -> bool:
@@ -312,9 +318,9 @@ class Session:
             self._begin(count)
         loop.epochs = count
         has_stepped, has_warned = self.step > 0, False
-        for epoch in loop.remaining(count):
+        while loop.goes_on(count):
             first_step, (outside, number) = self.step, (stepper.outside, passes.number)
-            yield epoch
+            yield loop.position.epochs
             is_outside = stepper.outside > outside and passes.number == number
             stepper.settle(saves=False)  # the end of the epoch saves
             if self.step > first_step and is_outside and self.prepared.source is not None:
@@ -524,24 +530,29 @@ class Session:
             size = current.share.size
             loop.meter.note(name, mean * size if size else torch.zeros_like(mean), current.share.rows)
 
-    def score(self, value: float | None, *, on: str = "", **values: Any) -> None:
+    def score(self, value: float | None, *, on: str = "", **values: float | Tensor) -> None:
         """Record a score of the current weights, equal on every rank; higher is better (*collective*).
 
         Their checkpoint becomes `best` if the score exceeds all earlier ones. It is saved before the next batch is
-        read, or at the end of the epoch. `values` are further scores on the data set `on`. Weights without a score
-        (None) cannot become `best`, and --patience ignores them.
+        read, or at the end of the epoch. `values` are further numbers of the evaluation on the data set `on`, recorded
+        with it. Weights without a score (None) cannot become `best`, and --patience ignores them. Raises
+        `RequestError` for reserved names, `RunError` for ranks that differ.
         """
+        if reserved := [name for name in values if name in _RESERVED_SCORES]:
+            raise RequestError(f"session.score was given {reserved[0]!r}, which its record has; use another name.")
         self._stepper.settle(saves=False)
         value = None if value is None else float(value)
-        self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{value!r}"])
-        self.loop.judge(value, on=on, **values)
+        numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in values.items()}
+        self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{value!r} {numbers or ''}".rstrip()])
+        self.loop.judge(value, on, numbers)
 
-    def at_end(self, function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def at_end(self, function: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         """Call `function(summary)` after the last checkpoint (*collective*); add the fields it returns to the summary.
 
-        For what a run does once, such as scoring its best weights on a test set. A resumed run without steps left
-        yields its last epoch again if its weights have no `score` yet.
+        For what a run does once, such as scoring its best weights on a test set. Raises `RequestError` after the loop.
         """
+        if self.loop.is_finished:
+            raise RequestError("session.at_end was called after the last epoch; call it before the loop.")
         self.loop.at_end = function
 
     def load_best(self) -> int | None:
@@ -551,11 +562,14 @@ class Session:
     def stop_if_asked(self) -> None:
         """Save and end the run if any rank was asked to stop (*collective*). Raises `Stopped`.
 
-        Steps do so by themselves: call it in longer work between two batches, such as an evaluation, where every
-        prepared object is at rest.
+        For long work, such as an evaluation, after an epoch's batches and after the last epoch; elsewhere it has no
+        effect, since steps stop by themselves. A resumed run repeats the epoch's code after its batches: call it
+        before that code changes models, optimizers or schedules.
         """
-        if self.loop.has_begun and self.world.sum(torch.tensor(float(self.loop.stop.asked))) > 0:
-            raise self.loop.stopped()
+        if self.loop.has_begun:
+            self._stepper.settle(saves=False)
+            if self.loop.may_stop and self.world.sum(torch.tensor(float(self.loop.stop.asked))) > 0:
+                raise self.loop.stopped()
 
     def warn(self, text: str) -> None:
         """Record a warning, a sentence or a clause, on rank 0."""
