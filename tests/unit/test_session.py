@@ -829,6 +829,58 @@ def test_a_stop_at_an_epochs_end_repeats_that_end_alone(tmp_path: Path) -> None:
         ]
 
 
+def test_a_stop_waits_where_the_epochs_end_has_changed_a_schedule(tmp_path: Path) -> None:
+    """Else the resumed run would step it twice; where max_steps has cut the epoch, that is told."""
+
+    def train(output: str, *, asked: bool = False, **options: Any) -> list[float]:
+        ours, model, optimizer, loader = loop(output=output, **options)
+        schedule = ours.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+        with ours:
+            for epoch in ours.epochs(2):
+                for batch in loader:
+                    ours.backward(loss_of(model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                schedule.step()
+                if asked and epoch == 0:
+                    signal.raise_signal(signal.SIGTERM)
+                ours.stop_if_asked()
+                ours.score(-epoch)
+        return [*model[1].weight.flatten().tolist(), optimizer.param_groups[0]["lr"]]
+
+    whole = train(str(tmp_path / "whole"))
+    with pytest.raises(Stopped):
+        train(str(tmp_path / "asked"), asked=True)
+    assert train(str(tmp_path / "asked"), resume="auto") == whole
+    train(str(tmp_path / "cut"), max_steps=6)
+    assert "_steps has ended the run within an epoch of 4 steps" in events(tmp_path / "cut", "warning")[-1]["text"]
+    train(str(tmp_path / "cut"), resume="auto")
+    assert any("cut short is repeated" in line for line in events(tmp_path / "cut", "start")[-1]["lines"])
+
+
+def test_the_best_weights_are_loaded_at_once_and_the_last_ones_stay_saved(tmp_path: Path) -> None:
+    ours, model, optimizer, loader = loop(output=tmp_path)
+    with ours:
+        found = []
+        for epoch in ours.epochs(4):
+            for batch in loader:
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+            ours.score(-epoch)
+            if epoch == 3:
+                break
+            found.append(ours.load_best() if epoch else None)
+        last = model[1].weight.detach().clone()
+        assert [*found, ours.load_best()] == [None, 4, 4, 4]
+        assert not torch.equal(model[1].weight, last)
+    assert torch.equal(lockstep.checkpoint.load(tmp_path).tensors["model/1.weight"], last)
+    ours, *_ = loop()
+    with pytest.raises(RequestError, match="needs a run's folder"):
+        ours.load_best()
+    with pytest.raises(RequestError, match="called before the loop"):
+        ours.score(1.0)
+
+
 def test_a_function_for_the_end_adds_no_epoch(tmp_path: Path) -> None:
     for _ in range(2):
         ours, model, optimizer, loader = loop(output=tmp_path, resume="auto")

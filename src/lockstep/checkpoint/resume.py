@@ -37,7 +37,7 @@ _META: dict[tuple[type, ...], tuple[str, ...]] = {
     (dict,): ("config", "contents"),
     (dict, NoneType): ("scores",),
     (str,): ("batchnorm", "precision"),
-    (bool,): ("is_recipe", "is_open"),
+    (bool,): ("is_recipe", "is_open", "is_cut"),
 }
 """The fields of a checkpoint's `meta`, by type; integers are not negative."""
 

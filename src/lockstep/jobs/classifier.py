@@ -116,7 +116,7 @@ class Classifier:
         if data.validation is not None:
             test = best = self._test("last", summary["steps"])
             if not session.is_best:
-                step = session.load_best()
+                step = None if self._job.config.record.output is None else session.load_best()
                 best = None if step is None else self._test("best", step)
         known = {item.name for item in dataclasses.fields(RunResult)}
         self._result = RunResult(

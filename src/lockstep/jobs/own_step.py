@@ -105,7 +105,8 @@ class OwnStep:
         if self._test_loader is None:
             return {}
         scores = self._score(self._test_loader, "test")
-        if (not self._session.is_best or self._last_score() is None) and self._session.load_best() is not None:
+        is_other = not self._session.is_best or self._last_score() is None
+        if is_other and self._config.record.output is not None and self._session.load_best() is not None:
             scores |= self._score(self._test_loader, "test_best")
         self._session.log(**scores)
         self._show("at the end", scores)

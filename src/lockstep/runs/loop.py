@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
@@ -367,7 +368,7 @@ class Loop:
             self.save()
         reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self._measured()
-        self.summary = fields if self.at_end is None else (self.at_end(fields) or {}) | fields
+        self.summary = (plain("session.at_end", self.at_end(fields) or {}) if self.at_end is not None else {}) | fields
         self._record_checks()
         self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
         if reason:
@@ -453,3 +454,13 @@ class Loop:
             self._train_s = -self.position.partial_s
             seed, devices = (self.config.seed, step), self.prepared.devices
             load_generators(self._world, state.meta["generators"], *seed, devices=devices)
+
+
+def plain(function: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with numbers for 0-dim tensors. Raises `RequestError` for values that JSON cannot hold."""
+    numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+    try:
+        json.dumps(numbers)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{function} takes numbers, texts, lists and dicts: {error}.") from error
+    return numbers

@@ -20,6 +20,7 @@ class Position:
     passes: int = 0  # earlier passes over the data of this epoch
     trained: list[int] = field(default_factory=list)  # passes with a step
     is_open: bool = False  # the epoch's batches are over, and code at its end, such as an evaluation, is not
+    is_cut: bool = False  # max_steps has ended the run within the epoch, whose end then changed what a resume repeats
     epoch_s: list[float] = field(default_factory=list)
     partial_s: float = 0.0  # training time of the current epoch, at its last save
     best_top1: float = -math.inf

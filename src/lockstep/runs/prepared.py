@@ -177,9 +177,7 @@ class Prepared:
                         f"Optimizers {owners[parameter]} and {number} of session.prepare both have the parameter "
                         f"{names[parameter]}, and a checkpoint has one state of it; give each parameter one optimizer."
                     )
-            self._settings.append(
-                [{key: value for key, value in group.items() if isinstance(value, int | float)} for group in groups]
-            )
+            self._settings.append(_settings_of(optimizer))
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
         if self.config.record.output is not None:
@@ -237,6 +235,15 @@ class Prepared:
                 if (gradient := parameter.grad) is not None:
                     tensors[f"gradients/{name}"] = gradient.to_dense() if gradient.is_sparse else gradient
         return State(tensors, meta)
+
+    def fingerprint(self) -> str:
+        """Return a digest of models, of the optimizers' settings, and of the states of other objects."""
+        tensors: dict[str, Tensor] = {}
+        states = [pack(item.state_dict(), tensors, {}) for item in self.stateful_objects]
+        settings = [_settings_of(optimizer) for optimizer in self.optimizers]
+        models = [tensor for model in self.groups.values() for tensor in (*model.parameters(), *model.buffers())]
+        values = int(digest([tensor.detach() for tensor in (*models, *tensors.values())]))
+        return hashlib.sha256(json.dumps([states, settings, values]).encode()).hexdigest()
 
     def find_differing_state(self, state: State) -> str:
         """Return the class of an object whose state in `state` differs between ranks, or "" (*collective*)."""
@@ -374,3 +381,11 @@ class Prepared:
         return (
             f"Lower the learning rate (--lr), clip the gradients (--clip), warm up (--warmup) or compute in fp32{hint}."
         )
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numeric settings of each parameter group."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, int | float)}
+        for group in optimizer.param_groups
+    ]

@@ -99,7 +99,8 @@ def _describe_resume(loop: Loop) -> list[str]:
         return [f"nothing is left to train: {path} is at step {step:,}, and {stalled}"]
     if 0 < total <= step and (loop.prepared.is_recipe or not loop.goes_on(loop.epochs or 0)):
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
-    lines = [f"continuing at step {step:,}{f' of {total:,}' if total > step else ''}, from {path}"]
+    cut = ["the code at the end of the epoch that max_steps has cut short is repeated"] if loop.position.is_cut else []
+    lines = [*cut, f"continuing at step {step:,}{f' of {total:,}' if total > step else ''}, from {path}"]
     saved_precision, precision = state.meta["precision"], loop.prepared.precision.name
     if saved_precision != precision:
         lines.append(f"precision {precision} from here on, {saved_precision} before: the results differ by rounding")

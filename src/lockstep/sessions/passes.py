@@ -39,6 +39,8 @@ class Passes:
         self.loaders: list[SharedLoader] = []
         self.number = 0
         """Number of passes over any loader so far."""
+        self.at_data_end = ""
+        """Fingerprint of the prepared objects at the end of an epoch's batches, of a run with a folder."""
         self.evaluated_share: Micro | None = None
         """Current share of an evaluation."""
         self._loop, self._prepared, self._world = loop, loop.prepared, loop.prepared.world
@@ -181,6 +183,7 @@ class Passes:
             if counts and loop.is_running:
                 self.compare()
                 loop.position.is_open = loop.epochs is not None
+                self.at_data_end = "" if loop.folder is None else self._prepared.fingerprint()
                 if loop.epochs is None and loop.position.step + stepper.has_stepped > steps:
                     loop.end_data()
                     self.end_epoch()
@@ -237,7 +240,16 @@ class Passes:
         self.shares.forget()
         self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
         self.begin_epoch()
-        self._loop.end_epoch()
+        loop, position = self._loop, self._loop.position
+        is_within = loop.is_done and position.within != loop.steps and bool(self.at_data_end)
+        position.is_cut = is_within and self._prepared.fingerprint() != self.at_data_end
+        if position.is_cut:
+            loop.warn(
+                f"max_steps has ended the run within an epoch of {counted(loop.steps or 0, 'step')}, and the code "
+                "after its batches has changed a model, an optimizer or a schedule: a run that continues from here "
+                "repeats that code; give a multiple of an epoch's steps"
+            )
+        loop.end_epoch()
 
     def _check_thread(self) -> None:
         """Refuse to hand out batches in another thread."""

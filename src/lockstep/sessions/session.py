@@ -35,11 +35,11 @@ from ..exchange import base
 from ..exchange.base import Header
 from ..exchange.batch import check_loss, on_device
 from ..exchange.method import exchange_of
-from ..files import understanding
+from ..files import shown, understanding
 from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
 from ..record.telemetry import SAMPLED
-from ..runs.loop import Loop
+from ..runs.loop import Loop, plain
 from ..runs.opened import OpenRun
 from ..runs.prepared import Evaluated, Prepared, Source
 from ..training.precision import Precision
@@ -100,7 +100,7 @@ class Session:
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
         self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
-        self._is_closed = False
+        self._is_closed = self._has_left = False
         self._earlier_modules = parts.modules_so_far() if prepared is None else {}
         if prepared is None:
             seed_weights(config.seed)
@@ -320,7 +320,9 @@ class Session:
         has_stepped, has_warned = self.step > 0, False
         while loop.goes_on(count):
             first_step, (outside, number) = self.step, (stepper.outside, passes.number)
+            self._has_left = True
             yield loop.position.epochs
+            self._has_left = False
             is_outside = stepper.outside > outside and passes.number == number
             stepper.settle(saves=False)  # the end of the epoch saves
             if self.step > first_step and is_outside and self.prepared.source is not None:
@@ -466,7 +468,10 @@ class Session:
         self.prepared.exchange.meet(Header(base.REDUCE, self.step), [" ".join(map(str, details))])
 
     def sum(self, value: Any) -> Any:
-        """Sum a number (as float64), or each element of a tensor, over all ranks; count a mask (*collective*)."""
+        """Sum a number (as float64), or each element of a tensor, over all ranks (*collective*).
+
+        Of a mask, returns the number of true elements, so that shares may have different sizes.
+        """
         return collectives.sum_values(value, self.world, self._meet, counts=self._counts)
 
     def max(self, value: Any) -> Any:
@@ -540,9 +545,11 @@ class Session:
         """
         if reserved := [name for name in values if name in _RESERVED_SCORES]:
             raise RequestError(f"session.score was given {reserved[0]!r}, which its record has; use another name.")
+        if not self.loop.has_begun:
+            raise RequestError("session.score was called before the loop; score weights within session.epochs.")
         self._stepper.settle(saves=False)
         value = None if value is None else float(value)
-        numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in values.items()}
+        numbers = plain("session.score", values)
         self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{value!r} {numbers or ''}".rstrip()])
         self.loop.judge(value, on, numbers)
 
@@ -556,20 +563,40 @@ class Session:
         self.loop.at_end = function
 
     def load_best(self) -> int | None:
-        """Load the weights of the best checkpoint; return its step (*collective*). None unless every rank has it."""
-        return self.loop.load_best()
+        """Load the weights of the best checkpoint; return its step (*collective*).
+
+        Returns None, with a warning, if the run's folder does not have them, as after a full disk or a resume into
+        another folder. Raises `RequestError` for a run without a folder.
+        """
+        loop = self.loop
+        if loop.folder is None:
+            raise RequestError("session.load_best needs a run's folder, which has the best weights: give output=.")
+        self._stepper.settle(saves=False)
+        self._meet("load_best")
+        if self._has_left and not loop.is_finished:  # `last` shall have the weights of the last step
+            loop.save()
+        step = loop.load_best()
+        if step is None:
+            loop.warn(f"the best weights, of score {self.best_score:g}, are not in {shown(loop.folder)}: not loaded")
+        return step
 
     def stop_if_asked(self) -> None:
         """Save and end the run if any rank was asked to stop (*collective*). Raises `Stopped`.
 
-        For long work, such as an evaluation, after an epoch's batches and after the last epoch; elsewhere it has no
-        effect, since steps stop by themselves. A resumed run repeats the epoch's code after its batches: call it
-        before that code changes models, optimizers or schedules.
+        For long work, such as an evaluation, after an epoch's batches and after the last epoch. A resumed run repeats
+        the epoch's code after its batches. So it has no effect once that code has changed a model, an optimizer or
+        another prepared object, nor within the batches, where steps stop by themselves.
         """
-        if self.loop.has_begun:
-            self._stepper.settle(saves=False)
-            if self.loop.may_stop and self.world.sum(torch.tensor(float(self.loop.stop.asked))) > 0:
-                raise self.loop.stopped()
+        loop = self.loop
+        if not loop.has_begun:
+            return
+        self._stepper.settle(saves=False)
+        self._meet("stop_if_asked")
+        stops = loop.stop.asked and loop.may_stop
+        # What has changed since the batches would change again where a resumed run repeats the epoch's end.
+        stops = stops and (loop.is_finished or self.prepared.fingerprint() == self._passes.at_data_end)
+        if self.world.sum(torch.tensor(float(stops))) > 0:
+            raise loop.stopped()
 
     def warn(self, text: str) -> None:
         """Record a warning, a sentence or a clause, on rank 0."""
