@@ -1,6 +1,6 @@
 """Files: written whole and through no link, read at a bounded cost.
 
-A run's folder may come from somebody else, or be shared. So lockstep opens its output files with `opener=ours`, in
+A run's folder may come from somebody else, or be shared. So lockstep opens its output files with `opener=unlinked`, in
 folders made by `own_folder`, since a link would lead to a file of somebody else's choice. It reads files by `read` and
 `lines_of`, within `understanding`, which makes one error of every defect.
 """
@@ -23,14 +23,12 @@ from .errors import LockstepError, RequestError
 from .printable import visible_json
 
 MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
-_FILLED = 16  # times that a file system may compress
 LOCK = ".lock"
 """In a run's folder: rank 0's process locks its first byte, and supervisors of restarted ranks share the second."""
 DEFECTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error)
 """Errors that a damaged or hostile file's contents raise in a reader."""
 REFUSED = {
     errno.ELOOP: "it is a link, and none is followed here",
-    errno.EMLINK: "the file has another name, under which it would change too (hard link)",
     errno.ENXIO: "it is a pipe or a device, no regular file",
 }
 """Why a file or folder is not opened, by the OSError's errno; its `filename` is the path."""
@@ -48,20 +46,9 @@ def named(path: str, flags: int) -> int:
     return descriptor
 
 
-def foreign(path: str, flags: int) -> int:
-    """Open a regular file of unknown origin to read; refuse links."""
+def unlinked(path: str, flags: int) -> int:
+    """Open a regular file, as `opener` of `open`; refuse a link, which would lead elsewhere."""
     return named(path, flags | os.O_NOFOLLOW)
-
-
-def ours(path: str, flags: int) -> int:
-    """Open a file that lockstep writes. Raises OSError for a link, a pipe, and a file with a second name."""
-    descriptor = named(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW)  # truncated once it is known to be ours
-    if os.fstat(descriptor).st_nlink > 1:
-        os.close(descriptor)
-        raise OSError(errno.EMLINK, REFUSED[errno.EMLINK], path)
-    if flags & os.O_TRUNC:
-        os.ftruncate(descriptor, 0)
-    return descriptor
 
 
 def check_own(path: Path) -> None:
@@ -94,23 +81,16 @@ def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = Fals
 
     Raises OSError, too, for a link, a pipe, and more than `most_bytes`.
     """
-    with open(path, "rb", opener=named if through_links else foreign) as file:
+    with open(path, "rb", opener=named if through_links else unlinked) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read", str(path))
         return file.read(size)  # not to an end that another process may put off
 
 
-def check_filled(found: os.stat_result) -> None:
-    """Raise OSError for a large file of mostly holes. Such a file costs nothing to send, and minutes to read."""
-    held = found.st_blocks * 512  # 0 where a file system does not tell
-    if found.st_size > MOST_BYTES and 0 < held < found.st_size / _FILLED:
-        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, of which the disk holds {held:,}")
-
-
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a foreign file with their ends. Raises as `read`, and for a line of 64 MiB."""
-    with open(path, "rb", opener=foreign) as file:
+    with open(path, "rb", opener=unlinked) as file:
         while line := file.readline(MOST_BYTES):
             if len(line) == MOST_BYTES:
                 raise OSError(errno.EFBIG, f"a line has more than {MOST_BYTES:,} bytes", str(path))
@@ -168,7 +148,7 @@ def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)  # of a process with the same number, which was killed
-        with open(part, "xb", opener=ours) as file:
+        with open(part, "xb", opener=unlinked) as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
             file.write(data)
@@ -186,7 +166,7 @@ class Appended:
 
     def __init__(self, path: Path) -> None:
         # Unbuffered: written data is in the kernel, and survives the end of this process.
-        self._file = open(path, "ab", buffering=0, opener=ours)
+        self._file = open(path, "ab", buffering=0, opener=unlinked)
         self.waiting: list[bytes] = []
 
     def write(self, *data: bytes) -> None:

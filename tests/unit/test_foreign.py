@@ -171,16 +171,6 @@ def test_a_small_run_folder_costs_little(tmp_path: Path, name: str) -> None:
     _ends_well(tmp_path, words)
 
 
-def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
-    run = copy_of_run(tmp_path)
-    path = run / "checkpoints" / STEP / "model.safetensors"
-    os.truncate(path, 1 << 30)
-    for named in (run, path):
-        code, said = outcome("diff", named, named)
-        assert code == 2
-        assert "it has 1,073,741,824 bytes, of which the disk holds" in said
-
-
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Of those in a run's folder some are drawn below."""
     os.mkfifo(tmp_path / "w")

@@ -75,7 +75,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLANTS: dict[str, Callable[[Path, Path], None]] = {
     "link": lambda path, outside: path.symlink_to(outside),
     "link to nothing": lambda path, outside: path.symlink_to(outside.with_name("nothing")),
-    "hard link": lambda path, outside: path.hardlink_to(outside),
     "pipe": lambda path, outside: os.mkfifo(path),
 }
 
@@ -106,7 +105,7 @@ def test_a_run_changes_nothing_outside_its_folder(
     kind, is_late = plant.partition(",")[0], "under way" in plant
     for number, path in enumerate(sorted(left.rglob("*"))):
         name = path.relative_to(left)
-        if len(name.parts) > 2 or (kind == "hard link" and path.is_dir()):  # of a checkpoint, which is replaced whole
+        if len(name.parts) > 2:  # of a checkpoint, which is replaced whole
             continue
         outside, run = (tmp_path / str(number) / folder for folder in ("outside", "run"))
         shutil.copytree(left, run, symlinks=True)
@@ -124,7 +123,7 @@ def test_a_run_changes_nothing_outside_its_folder(
         assert "Traceback" not in told
         assert before, name
         assert _seen(outside) == before, name
-        if not is_late and kind != "hard link" and len(name.parts) == 1:
+        if not is_late and len(name.parts) == 1:
             assert (code, f"{name} cannot be written: it is a {kind.split()[0]}" in told) == (2, True), (name, told)
 
 
@@ -151,7 +150,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_opened_late_or_elsewhere_is_no_link_either(writer: str, tmp_path: Path) -> None:
     name, write = WRITERS[writer]
-    places = [(plant, Path(name)) for plant in ("link", "link to nothing", "hard link")]
+    places = [(plant, Path(name)) for plant in ("link", "link to nothing")]
     places += [(plant, folder) for plant in ("link", "link to nothing") for folder in Path(name).parents[:-1]]
     for number, (plant, place) in enumerate(places):
         run, outside = (tmp_path / str(number) / folder for folder in ("run", "outside"))

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import RequestError
-from ..files import DEFECTS, check_filled, named, reason
+from ..files import DEFECTS, named, reason
 from .read import load
 
 _GROUPS = {
@@ -85,8 +85,7 @@ def read(path: Path) -> dict[str, Tensor]:
 def _load_content(path: Path) -> Any:
     """Return the file's content. First check that it needs no more memory than disk space."""
     with open(path, "rb", opener=named) as file:
-        check_filled(status := os.fstat(file.fileno()))
-        size = status.st_size
+        size = os.fstat(file.fileno()).st_size
         if size > psutil.virtual_memory().total:
             raise ValueError(f"its {size:,} bytes are more than this host's memory")
         begin = file.read(9)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..files import foreign
+from ..files import unlinked
 
 FORMAT, VERSION = "lockstep checkpoint", 1
 STATE, SUMS = "state.json", "checksums.json"
@@ -22,7 +22,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 def digest(path: Path) -> str:
     """Return the file's SHA-256 in hexadecimal."""
-    with open(path, "rb", opener=foreign) as file:
+    with open(path, "rb", opener=unlinked) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

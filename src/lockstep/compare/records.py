@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config.options import read_named
 from ..errors import RequestError
-from ..files import foreign, lines_of, parse_json, read, shown, understanding
+from ..files import lines_of, parse_json, read, shown, understanding, unlinked
 from ..record.checks import SHEET, SUMMARY, Check, from_json
 from ..runs import folders
 
@@ -126,7 +126,7 @@ def reaching(folder: Path, target: float) -> Callable[[], bool]:
         nonlocal read_to, total
         if not path.exists():
             return False
-        with open(path, "rb", opener=foreign) as file:
+        with open(path, "rb", opener=unlinked) as file:
             file.seek(read_to)
             lines = [each for each in file if each.endswith(b"\n")]  # the last one may still be written
         read_to += sum(map(len, lines))

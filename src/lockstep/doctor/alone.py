@@ -17,7 +17,7 @@ import torch
 
 from .. import hardware
 from ..errors import counted, ranks_in_short
-from ..files import ours
+from ..files import unlinked
 from ..launchers import hosts
 from ..record import manifest
 from ..world.topology import Topology
@@ -163,7 +163,7 @@ def _written(path: Path, most_bytes: int) -> float:
     """Return the bytes/s at which a new file was written."""
     chunk = secrets.token_bytes(_CHUNK_BYTES)  # not zeros: some disks store those as nothing
     since_s, count = time.perf_counter(), 0
-    with open(path, "xb", buffering=0, opener=ours) as file:
+    with open(path, "xb", buffering=0, opener=unlinked) as file:
         while count == 0 or (count < most_bytes and time.perf_counter() - since_s < _WRITE_S):
             count += file.write(chunk[: max(1, most_bytes - count)])
             os.fsync(file.fileno())  # else the whole file may wait in memory until the end

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
-from ..files import LOCK, ours
+from ..files import LOCK, unlinked
 from ..monitor import failures, tracebacks
 from ..monitor.failures import Failure, first_cause
 from ..monitor.notes import FOLDER
@@ -130,7 +130,7 @@ class Supervisor:
         """Lock the run's folder against other runs until the end. Also while no rank 0 holds the folder."""
         with contextlib.suppress(OSError):  # it may be on a disk of another node
             if folder and self._lock is None:
-                self._lock = open(Path(folder) / LOCK, "rb", opener=ours)
+                self._lock = open(Path(folder) / LOCK, "rb", opener=unlinked)
                 fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 1)
 
     def ask_to_stop(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ..files import ours, own_folder
+from ..files import own_folder, unlinked
 from ..printable import told
 from .tracebacks import ASKED
 
@@ -37,7 +37,7 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
     """
     try:
         own_folder(path.parent)
-        file = open(path, "a", buffering=1, encoding="utf-8", errors="replace", opener=ours)
+        file = open(path, "a", buffering=1, encoding="utf-8", errors="replace", opener=unlinked)
     except OSError:
         yield
         return

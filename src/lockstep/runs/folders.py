@@ -23,7 +23,7 @@ from typing import IO
 
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped
-from ..files import LOCK, REFUSED, check_own, lines_of, ours, shown
+from ..files import LOCK, REFUSED, check_own, lines_of, shown, unlinked
 
 RUNS = Path("runs")
 _WRITTEN = (
@@ -132,7 +132,7 @@ def _acquire_lock(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
 
     With patience, the holder is an earlier start of this run; raises `RunError` if that does not end in time.
     """
-    lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=ours), time.monotonic() + patience_s
+    lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=unlinked), time.monotonic() + patience_s
     while not _try_lock(lock, is_first=not patience_s):
         if time.monotonic() < until_s:
             time.sleep(_POLL_S)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import ProofError, RequestError, RunError, Stopped
-from ..files import lines_of, ours
+from ..files import lines_of, unlinked
 from ..launchers.process import end_with_parent
 
 Command = tuple[str, ...]
@@ -36,7 +36,7 @@ class Running(contextlib.AbstractContextManager["Running"]):
         """Start the command; `log` takes its output. After a request to end it has `grace_s` seconds."""
         self._name, self._log, self._grace_s = name, log, grace_s
         self._asked_s = math.inf
-        with open(log, "wb", buffering=0, opener=ours) as file:
+        with open(log, "wb", buffering=0, opener=unlinked) as file:
             file.write(f"$ {shlex.join(command)}\n".encode())
             # A session of its own: Ctrl-C reaches this process alone, which ends the others. Where it is killed itself,
             # the kernel does; what is called between fork and exec takes no lock.
