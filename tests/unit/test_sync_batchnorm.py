@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval
 
 from lockstep.errors import RequestError
-from lockstep.exchange.replicas import ThreadReplicas
 from lockstep.models import table
-from lockstep.nn.sync_batchnorm import SyncBatchNorm, convert, fold, has_batchnorm, is_folded, restore, synchronous
+from lockstep.nn.sync_batchnorm import SyncBatchNorm, convert, has_batchnorm, restore, synchronous
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
@@ -69,14 +68,6 @@ def test_every_kind_of_torchs_is_converted_and_others_are_refused() -> None:
             convert(nn.Sequential(layer), PAIR)
 
 
-def test_only_layers_that_are_slow_on_a_cpu_are_folded() -> None:
-    class Own(nn.BatchNorm2d):
-        """Whatever it does, it stays."""
-
-    model = fold(nn.Sequential(nn.BatchNorm2d(21), nn.BatchNorm2d(32), nn.BatchNorm1d(21), Own(21)))
-    assert [is_folded(each) for each in model.children()] == [True, False, False, False]
-
-
 SHAPES = [(6, 3, 4, 4), (4, 21, 8, 8), (3, 5, 3, 3), (2, 32, 5, 7), (5, 7, 1, 1)]
 FLAT = [(1, 21, 16, 1), (16, 21, 1, 1), (1, 21, 4, 4), (2, 16, 1, 8), (3, 1, 4, 4)]
 ORDERS = (torch.contiguous_format, torch.channels_last)
@@ -123,7 +114,7 @@ def test_images_that_are_not_dense_are_read_right() -> None:
 
 
 def test_a_copy_computes_the_same_apart_from_the_original() -> None:
-    model = fold(nn.Sequential(nn.BatchNorm2d(21)))
+    model = nn.Sequential(_alone())
     copied, x = copy.deepcopy(model), _drawn(4, 21, 4, 4)
     assert torch.equal(copied(x), model(x))
     copied(x)
@@ -158,16 +149,6 @@ def test_a_model_is_freed_without_the_garbage_collector() -> None:
     model(_drawn(4, 4, 2, 2))
     del model
     assert norm() is None
-
-
-def test_replicas_in_threads_have_statistics_of_their_own() -> None:
-    x = _drawn(6, 21, 4, 4).to(memory_format=torch.channels_last)
-    found = []
-    for model in (nn.Sequential(nn.BatchNorm2d(21)), fold(nn.Sequential(nn.BatchNorm2d(21)))):
-        y = ThreadReplicas(model, 3)(x)
-        y.sin().sum().backward()
-        found.append([y.detach(), *(item.grad for item in model.parameters()), *model.buffers()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_too_few_values_and_other_channels_are_told() -> None:

@@ -22,7 +22,6 @@ from ..data.share import Micro
 from ..errors import RequestError, counted
 from ..files import check_own, shown, write_whole
 from ..models.modes import evaluating
-from ..nn.sync_batchnorm import is_folded
 from ..record.base import Nothing
 from ..record.result import RunResult, Scores
 from ..runs.folders import unwritable
@@ -161,7 +160,6 @@ def describe_job(job: Job) -> dict[str, Any]:
         "chosen": {
             "strategy": job.method.name,
             "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
-            "batchnorm-kernels": "folded" if is_folded(job.model) else "torch's",
         },
         "best_on": best,
         "shape": list(data.train.shape),

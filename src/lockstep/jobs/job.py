@@ -187,8 +187,6 @@ def assemble(
     batchnorm = _choose_batchnorm(config, method, model)
     if batchnorm == "sync":
         model = sync_batchnorm.convert(model, world)
-    if world.device.type == "cpu" and precision.channels_last and not config.precision.compile:
-        model = sync_batchnorm.fold(model)
     cautions = precision.cautions(model)
     model = precision.place(model, world.device)
     # A checkpoint has all weights; the file of --init-from may be gone.

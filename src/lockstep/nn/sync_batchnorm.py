@@ -44,13 +44,13 @@ class SyncBatchNorm:
     stand_in: ClassVar[bool] = False
     """Whether this rank's samples stand in for an empty share: statistics exclude them."""
 
-    def __init__(self, world: World, *, is_folded: bool = False) -> None:
-        self.world, self.is_folded = world, is_folded
+    def __init__(self, world: World) -> None:
+        self.world = world
 
     @classmethod
-    def of(cls, norm: BatchNorm, world: World, *, is_folded: bool = False) -> BatchNorm:
+    def of(cls, norm: BatchNorm, world: World) -> BatchNorm:
         """Make `norm`, the same object, synchronous over `world`, and return it."""
-        attach(norm, "forward", cls(world, is_folded=is_folded), copies=True)
+        attach(norm, "forward", cls(world), copies=True)
         return norm
 
     def __call__(self, forward: partial[Tensor], input: Tensor) -> Tensor:
@@ -191,24 +191,10 @@ def restore(model: nn.Module) -> None:
 
 
 def synchronous(module: nn.Module) -> SyncBatchNorm | None:
-    """Return the `SyncBatchNorm` of a layer that `convert` or `fold` has changed, or None."""
+    """Return the `SyncBatchNorm` of a layer that `convert` has changed, or None."""
     forward = vars(module).get("forward")
     wrapper = forward.wrapper if isinstance(forward, Attached) else None
     return wrapper if isinstance(wrapper, SyncBatchNorm) else None
-
-
-def fold(model: nn.Module) -> nn.Module:
-    """Fold the BatchNorm2d layers of `model` that `cpu_kernels` speeds up; return `model`."""
-    for _, norm in _norms(model):
-        is_plain = type(norm) is nn.BatchNorm2d and "forward" not in vars(norm)
-        if is_plain and norm.num_features % cpu_kernels.FOLD:
-            SyncBatchNorm.of(norm, World.alone(), is_folded=True)
-    return model
-
-
-def is_folded(model: nn.Module) -> bool:
-    """Return whether `fold` has changed a layer of `model`."""
-    return any((wrapper := synchronous(norm)) is not None and wrapper.is_folded for _, norm in _norms(model))
 
 
 def has_batchnorm(model: nn.Module) -> bool:
