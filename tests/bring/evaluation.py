@@ -165,8 +165,8 @@ def break_within_evaluation(session: Any, how: str) -> Numbers:
 @loop("log", outcome=REFUSED | RIGHT, alone=RIGHT)
 @loop("backward", "break", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED)
 @loop("loader", outcome=RIGHT | REFUSED, alone=RIGHT)
-@loop("print", "score", "save", "state")
-@loop("sum-last", outcome=REFUSED, alone=RIGHT)
+@loop("print", "save", "state")
+@loop("score", "sum-last", outcome=REFUSED, alone=RIGHT)
 def main_rank_only(session: Any, how: str) -> Numbers:
     """Call something on rank 0 alone."""
     model, optimizer, loader = trio(session, data=regression(24))

@@ -18,9 +18,9 @@ Meet = Callable[..., None]
 
 
 def sum_values(value: Any, world: World, meet: Meet, *, counts: bool) -> Any:
-    """Return the sum of a number, as float64, or of a tensor's elements; of a mask, the number of true ones."""
+    """Return the sum of a number, as float64, or of each element of a tensor; a mask's elements are counted."""
     is_mask = isinstance(value, Tensor) and value.dtype == torch.bool
-    return _reduce(value.sum() if is_mask else value, world, meet, world.sum, None if counts else lambda _: 0)
+    return _reduce(value.long() if is_mask else value, world, meet, world.sum, None if counts else lambda _: 0)
 
 
 def max_values(value: Any, world: World, meet: Meet, *, counts: bool) -> Any:

@@ -470,7 +470,8 @@ class Session:
     def sum(self, value: Any) -> Any:
         """Sum a number (as float64), or each element of a tensor, over all ranks (*collective*).
 
-        Of a mask, returns the number of true elements, so that shares may have different sizes.
+        Counts a mask's elements. Shapes are equal on all ranks: where shares differ in size, sum their elements
+        first, as in `session.sum((predicted == y).sum())`.
         """
         return collectives.sum_values(value, self.world, self._meet, counts=self._counts)
 
