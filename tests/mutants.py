@@ -703,6 +703,20 @@ gradients of a batch that was left stay: sessions/stepper.py
 a mean over nothing is taken: exchange/batch.py
 - return loss * factor if factor else torch.zeros_like(loss)
 + return loss * factor
+= unit/test_session.py::test_the_best_weights_are_loaded_at_once_and_the_last_ones_stay_saved
+the best weights are looked for before they are saved: runs/loop.py
+- self._world.together(self._saver.close)  #
++ #
+the best weights are saved as those of the last step: sessions/session.py
+- if self._has_left and not loop.is_finished:
++ if False:
+= unit/test_session.py::test_a_stop_waits_where_the_epochs_end_has_changed_a_schedule
+a stop after a schedule's step is taken at once: sessions/session.py
+- stops = stops and (loop.is_finished or
++ stops = stops or (loop.is_finished or
+an epoch that is cut short is not told: sessions/passes.py
+- position.is_cut = is_within and
++ position.is_cut = False and
 = unit/test_engine.py::test_weights_that_nobody_has_scored_are_scored_where_no_step_is_left
 a finished run has the scores of another step: jobs/classifier.py
 - self._scores = self._score(data.judged)

@@ -7,6 +7,7 @@ import copy
 import json
 import signal
 import sys
+import time
 import types
 from collections import deque
 from collections.abc import Callable
@@ -17,11 +18,13 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import lockstep
+from lockstep.checkpoint import write
 from lockstep.errors import LockstepError, RequestError, RunError, Stopped
 from lockstep.sessions import session as sessions
 from lockstep.sessions.session import Session
@@ -858,20 +861,27 @@ def test_a_stop_waits_where_the_epochs_end_has_changed_a_schedule(tmp_path: Path
     assert any("cut short is repeated" in line for line in events(tmp_path / "cut", "start")[-1]["lines"])
 
 
-def test_the_best_weights_are_loaded_at_once_and_the_last_ones_stay_saved(tmp_path: Path) -> None:
+def test_the_best_weights_are_loaded_at_once_and_the_last_ones_stay_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*given: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        save_file(*given, **options)
+
+    monkeypatch.setattr(write, "save_file", slow)
     ours, model, optimizer, loader = loop(output=tmp_path)
     with ours:
         found = []
         for epoch in ours.epochs(4):
+            found.append(ours.load_best() if epoch else None)  # while it is being saved
             for batch in loader:
                 ours.backward(loss_of(model, batch))
                 optimizer.step()
             ours.score(-epoch)
             if epoch == 3:
                 break
-            found.append(ours.load_best() if epoch else None)
         last = model[1].weight.detach().clone()
-        assert [*found, ours.load_best()] == [None, 4, 4, 4]
+        assert [*found, ours.load_best()] == [None, 4, 4, 4, 4]
         assert not torch.equal(model[1].weight, last)
     assert torch.equal(lockstep.checkpoint.load(tmp_path).tensors["model/1.weight"], last)
     ours, *_ = loop()
