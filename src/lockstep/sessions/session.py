@@ -320,9 +320,11 @@ class Session:
         has_stepped, has_warned = self.step > 0, False
         while loop.goes_on(count):
             first_step, (outside, number) = self.step, (stepper.outside, passes.number)
-            self._has_left = True
-            yield loop.position.epochs
-            self._has_left = False
+            try:
+                yield loop.position.epochs
+            except GeneratorExit:
+                self._has_left = True
+                raise
             is_outside = stepper.outside > outside and passes.number == number
             stepper.settle(saves=False)  # the end of the epoch saves
             if self.step > first_step and is_outside and self.prepared.source is not None:
