@@ -166,7 +166,7 @@ def break_within_evaluation(session: Any, how: str) -> Numbers:
 @loop("backward", "break", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED)
 @loop("loader", outcome=RIGHT | REFUSED, alone=RIGHT)
 @loop("print", "save", "state")
-@loop("score", "sum-last", outcome=REFUSED, alone=RIGHT)
+@loop("score", "stop", "sum-last", outcome=REFUSED, alone=RIGHT)
 def main_rank_only(session: Any, how: str) -> Numbers:
     """Call something on rank 0 alone."""
     model, optimizer, loader = trio(session, data=regression(24))
@@ -196,6 +196,8 @@ def main_rank_only(session: Any, how: str) -> Numbers:
             with torch.no_grad():
                 for x, _ in loader:
                     model(x)
+        elif how == "stop":
+            session.stop_if_asked()
         elif how == "print":
             session.print("epoch")
         elif how == "score":

@@ -575,7 +575,7 @@ class Session:
         if loop.folder is None:
             raise RequestError("session.load_best needs a run's folder, which has the best weights: give output=.")
         self._stepper.settle(saves=False)
-        self._meet("load_best")
+        self.prepared.exchange.meet(Header(base.LOAD_BEST, self.step))
         if self._has_left and not loop.is_finished:  # `last` shall have the weights of the last step
             loop.save()
         step = loop.load_best()
@@ -594,7 +594,7 @@ class Session:
         if not loop.has_begun:
             return
         self._stepper.settle(saves=False)
-        self._meet("stop_if_asked")
+        self.prepared.exchange.meet(Header(base.STOP, self.step))
         stops = loop.stop.asked and loop.may_stop
         # What has changed since the batches would change again where a resumed run repeats the epoch's end.
         stops = stops and (loop.is_finished or self.prepared.fingerprint() == self._passes.at_data_end)
