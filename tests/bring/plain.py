@@ -78,3 +78,6 @@ class Plain:
 
     def score(self, value: float) -> None:
         """Record nothing."""
+
+    def stop_if_asked(self) -> None:
+        """Do nothing."""
