@@ -29,13 +29,17 @@ def test_a_worker_is_lost_and_the_run_is_that_of_one_process(tmp_path: Path) -> 
     assert line in example
     assert "checkpoint_every=20" in example
     loop = example.replace(line, KILL.replace("killed", str(tmp_path / "killed")) + line)
+    epoch = "            for x, y in loader:"
+    assert epoch in loop
+    loop = loop.replace(epoch, f"            ray.train.report({{'step': session.step}})\n{epoch}")
     loop = loop.replace("checkpoint_every=20", 'checkpoint_every=20, log_every=1, precision="fp64"')
     (tmp_path / "loop.py").write_text(loop.replace("ray.init(address=None)", "ray.init(num_cpus=3)"))
     run(tmp_path, "loop.py", "--epochs", "3", "--output", "run")
     assert (tmp_path / "killed").exists()
-    run(tmp_path, "loop.py", "--epochs", "4", "--output", "run")
+    run(tmp_path, "loop.py", "--epochs", "4", "--output", "run", "--workers", "1")
     assert starts(tmp_path / "run") == [0, 23, 69]  # after the first epoch
-    run(tmp_path, "-c", "import loop; loop.train({'output': 'alone', 'epochs': 4})")
+    (tmp_path / "plain.py").write_text(loop.replace("ray.train.report", "str"))
+    run(tmp_path, "-c", "import plain; plain.train({'output': 'alone', 'epochs': 4})")
     assert dict(losses(tmp_path / "run")) == pytest.approx(dict(losses(tmp_path / "alone")), rel=1e-9)
 
 

@@ -20,7 +20,8 @@ from ..screen import Screen
 from ..sessions.script import Script
 from . import flags, output
 
-_SWITCHES = ("--dry-run",)
+SWITCHES = ("--dry-run",)
+"""Flags of this verb without a value."""
 _USAGE = """\
 usage: lockstep run [--dry-run] [flags] SCRIPT [its own flags]
        lockstep run [--dry-run] [flags] -m MODULE [its own flags]
@@ -37,7 +38,7 @@ lockstep train --help describes them. Without --output, the run's folder is runs
 
 def main(given: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
-    ours, script_words = split(given, _SWITCHES)
+    ours, script_words = split(given, SWITCHES)
     if {"-h", "--help"} & {*ours}:
         names = " ".join(f"--{name}" for name in sorted(_known()))
         listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

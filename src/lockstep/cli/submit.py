@@ -37,7 +37,6 @@ _OWN: dict[str, type] = {
     "--sbatch": list,
     "--dry-run": bool,
 }
-_SWITCHES = ("--dry-run",)
 _GIVEN = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
 """Options of the run that the script gives itself."""
 
@@ -50,8 +49,8 @@ def main(given: list[str]) -> int:
     if given[1:2] in (["-h"], ["--help"]):
         output.show(USAGE)
         return 0
-    is_script = run.names_script(given[1:], _SWITCHES)
-    ours, script = run.split(given[1:], _SWITCHES) if is_script else (given[1:], [])
+    is_script = run.names_script(given[1:], run.SWITCHES)
+    ours, script = run.split(given[1:], run.SWITCHES) if is_script else (given[1:], [])
     options, rest = words.take(ours, _OWN)
     is_dry, sbatch = options.pop("--dry-run", False), options.pop("--sbatch", [])
     if "--tasks-per-node" in options:

@@ -97,7 +97,7 @@ def _describe_resume(loop: Loop) -> list[str]:
     path = shown(state.origin)
     if stalled := loop.position.stalled(config.patience):
         return [f"nothing is left to train: {path} is at step {step:,}, and {stalled}"]
-    if 0 < total <= step and (loop.prepared.is_recipe or not loop.goes_on(loop.epochs or 0)):
+    if 0 < total <= step and not loop.goes_on(loop.epochs or 0):
         return [f"nothing is left to train: {path} is complete at step {step:,} of {total:,}"]
     cut = ["the code at the end of the epoch that max_steps has cut short is repeated"] if loop.position.is_cut else []
     lines = [*cut, f"continuing at step {step:,}{f' of {total:,}' if total > step else ''}, from {path}"]

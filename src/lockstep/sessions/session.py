@@ -100,7 +100,8 @@ class Session:
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
         self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
-        self._is_closed = self._has_left = False
+        self._is_closed = False
+        self._has_left = False  # whether the loop has left `epochs` before its end, as by `break`
         self._earlier_modules = parts.modules_so_far() if prepared is None else {}
         if prepared is None:
             seed_weights(config.seed)
