@@ -15,20 +15,14 @@ the ranks while the last micro-batch's backward pass runs. Every rank calls the 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from .. import _torch
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange import base
@@ -36,12 +30,10 @@ from ..exchange.base import Header
 from ..exchange.batch import check_loss, on_device
 from ..exchange.method import exchange_of
 from ..files import shown, understanding
-from ..nn import sync_batchnorm
-from ..nn.attach import attach, gate_schedule
 from ..record.telemetry import SAMPLED
 from ..runs.loop import Loop, plain
 from ..runs.opened import OpenRun
-from ..runs.prepared import Evaluated, Prepared, Source
+from ..runs.prepared import Evaluated, Prepared
 from ..training.precision import Precision
 from ..world.random_state import seed_weights
 from ..world.world import World
@@ -49,6 +41,7 @@ from . import collectives, parts, script
 from .first_step import AverageWatch, FirstStep
 from .hooks import NO_HOOKS, Hooks
 from .passes import Passes
+from .preparation import Preparation
 from .randomness import Draws
 from .shares import Shares
 from .stepper import Stepper
@@ -97,12 +90,14 @@ class Session:
         self._stepper = Stepper(self.loop, stepping=self._begin_step, stepped=self._end_step)
         self.loop.pending = lambda: self._stepper.pending() | {"loaders": self._passes.positions()}
         self._passes = Passes(self.loop, self._stepper, self._draws, shares)
-        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
         self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
         self._is_closed = False
         self._has_left = False  # whether the loop has left `epochs` before its end, as by `break`
-        self._earlier_modules = parts.modules_so_far() if prepared is None else {}
+        self._preparation = Preparation(
+            *(self.prepared, self._stepper, self._passes, self._resources),
+            earlier_modules=parts.modules_so_far() if prepared is None else {},
+        )
         if prepared is None:
             seed_weights(config.seed)
         else:
@@ -178,109 +173,17 @@ class Session:
                 "session.prepare was called after the loop had begun; prepare models, optimizers and schedules before "
                 "it. Only further DataLoaders may come later."
             )
-        ready = tuple([self._prepare_part(part) for part in objects])
+        ready = tuple([self._preparation.take(part) for part in objects])
         for part in ready:
             self._hooks.prepared(part)
         return ready[0] if len(ready) == 1 else ready
-
-    def _prepare_part(self, part: Any) -> Any:
-        prepared = self.prepared
-        if isinstance(part, nn.Module):
-            parts.check_plain(part)
-            if sync_batchnorm.has_batchnorm(part):
-                prepared.batchnorm = "local" if self.loop.config.parallel.batchnorm == "local" else "sync"
-                if prepared.batchnorm == "sync":
-                    sync_batchnorm.convert(part, self.world)
-                    self._resources.callback(sync_batchnorm.restore, part)
-            number = len(prepared.models) + 1
-            part = parts.place(part, self.world, self.precision, self._resources)
-            prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
-            prepared.exchange.attach(part)
-            self._watch(part)
-            if any(id(module) in self._earlier_modules for module in (part, _torch.inner(part))):
-                prepared.cautions.append(
-                    "the model was made before lockstep.session(): its weights do not follow from the seed, and "
-                    "another start may draw others; call lockstep.session() first"
-                )
-        elif isinstance(part, Optimizer):
-            self._take_optimizers(part)
-        elif isinstance(part, DataLoader):
-            return self._passes.prepare(part)
-        elif isinstance(part, Source):
-            return parts.Loader(part, self._passes.over)
-        elif isinstance(part, parts.Loader):
-            raise RequestError("session.prepare was given a loader that it had returned; prepare each loader once.")
-        elif isinstance(part, Dataset):
-            raise RequestError(
-                f"session.prepare was given a data set, a {type(part).__name__}: give it the DataLoader over that, "
-                "whose position it saves."
-            )
-        elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-            prepared.stateful_objects.append(part)
-            if isinstance(part, torch.amp.GradScaler):
-                self._take_scaler(part)
-            if not isinstance(part, LRScheduler):
-                for value in vars(part).values() if hasattr(part, "__dict__") else ():
-                    if isinstance(value, Optimizer):
-                        self._take_optimizers(value)
-        else:
-            raise RequestError(
-                "session.prepare takes models, optimizers, DataLoaders, schedules, and objects with state_dict and "
-                f"load_state_dict; found a {type(part).__name__}."
-            )
-        return part
-
-    def _take_optimizers(self, outer: Optimizer) -> None:
-        """Add an optimizer, and the optimizers that it wraps and steps."""
-        prepared = self.prepared
-        for optimizer in parts.with_inner(outer):
-            if optimizer not in prepared.optimizers:
-                prepared.optimizers.append(optimizer)
-                self._resources.callback(parts.replace_step(optimizer, self._stepper.step))
-            if optimizer is not outer:
-                prepared.inner.add(optimizer)
-
-    def _take_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Note each loss before a user's GradScaler scales it, for the records."""
-        if self.precision.scaler is not None:
-            raise RequestError(
-                "session.prepare was given a GradScaler, and precision='fp16' scales losses already: leave the "
-                "GradScaler out, or precision='fp16'."
-            )
-
-        def scale(method: Callable[..., Any], outputs: Any) -> Any:
-            scaled = method(outputs)
-            if isinstance(scaled, Tensor):
-                self._scaled = weakref.ref(scaled), outputs.detach()
-            return scaled
-
-        self._attach(scaler, "scale", scale)
-
-    def _watch(self, model: nn.Module) -> None:
-        """Report the inputs and outputs of the model's forward to the passes over loaders."""
-        pre_hook, hook = parts.ForwardHook(self._passes.see), parts.ForwardHook(self._passes.mark)
-        self._resources.callback(model.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
-        self._resources.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
 
     def _begin(self, epochs: int | None) -> None:
         """Begin the loop (*collective*)."""
         source = self.prepared.source
         if source is None or source.plan.accumulation > 1:
             self._averages = AverageWatch(self.prepared)
-            # Methods to call once per global batch act at its end, as optimizers do.
-            for optimizer in self.prepared.optimizers:
-                self._attach(optimizer, "zero_grad", self._at_last)
-            for model in self.prepared.models.values():
-                self._attach(model, "zero_grad", self._at_last)
-            for part in (*self.prepared.stateful_objects, *self.prepared.models.values()):
-                if isinstance(part, LRScheduler):
-                    for attached in gate_schedule(part, lambda: self._stepper.is_whole):
-                        self._resources.callback(attached.remove)
-                for name in ("update_parameters", "unscale_", "update"):
-                    if isinstance(part, AveragedModel | GradScaler) and hasattr(part, name):
-                        self._attach(part, name, self._at_last)
-                if isinstance(part, GradScaler):
-                    self._attach(part, "step", self._at_last)
+            self._preparation.gate()
         self.loop.begin(epochs)
         for loader in self._passes.loaders:
             loader.catch_up(self.loop.position.epochs)
@@ -294,13 +197,6 @@ class Session:
         self._first_step = FirstStep(
             self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
         )
-
-    def _attach(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a method of a user's object until the session ends."""
-        self._resources.callback(attach(owner, name, wrapper).remove)
-
-    def _at_last(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs) if self._stepper.is_whole else None
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from 0 to `count` - 1; a resumed run yields the remaining ones (*collective*).
@@ -442,7 +338,7 @@ class Session:
         if self._averages is not None and handed is not None and (caution := self._averages.look(handed.share.micro)):
             loop.warn(caution)
         progress.enter("backward")
-        recorded = self._scaled[1] if self._scaled is not None and self._scaled[0]() is loss else loss
+        recorded = self._preparation.before_scaling(loss)
         self._stepper.backward(loss, handed, weight, reduction, recorded=recorded, retain_graph=retain_graph)
         progress.enter("")
 
