@@ -476,8 +476,8 @@ what a variant's command has started outlives it: verify/commands.py
 + (found,)
 = faults/test_restarts.py::test_what_comes_back_is_told_and_what_is_refused_not_tried_again[beyond_the_classes]
 what is refused is started again: launchers/supervisor.py
-- _FINAL = {RequestError.__name__, ProofError.__name__}
-+ _FINAL = {ProofError.__name__}
+- FINAL = {RequestError.__name__, ProofError.__name__}
++ FINAL = {ProofError.__name__}
 = faults/test_restarts.py::test_ranks_that_are_lost_come_back_to_the_very_same_bits
 ranks that start again take up the run that was left: runs/opened.py
 - world.notes.write(_FIRST_CHECKPOINT, _last_checkpoint(path))
@@ -637,14 +637,10 @@ a link in a run's folder is not refused: runs/folders.py
 compiled code is kept where others can write: files.py
 - or found.st_mode & 0o077:
 + :
-= faults/test_neighbours.py::test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing
-a note without the job's seal is believed: monitor/keys.py
-- if not found or hmac.compare_digest(found[:_SEAL], self._seal(place, data)):
-+ if True:
-= unit/test_folders.py::test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own
-ranks that start again go on wherever a note says: runs/opened.py
-- if is_default and not noted.is_symlink():
-+ if True:
+= faults/test_neighbours.py::test_a_stranger_who_writes_every_key_of_the_store_ends_the_job_and_does_no_more
+what is read from the agents' store may name code: _torch.py
+- return _Plain(io.BytesIO(state)).load()
++ return pickle.loads(state)
 = unit/test_engine.py::test_no_step_reads_a_value[single-mlp]
 each step waits for the loss: runs/loop.py
 - self.meter.add(step,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import pickle
 import socket
+import time
+from base64 import b64encode
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.launchers import stores
-from lockstep.monitor.keys import SECRET, Keys
 
-from ..command import GATED, OPEN, at, command, end, gate, losses, processes, ranks_of, start, until, weights
+from ..command import GATED, OPEN, at, end, gate, losses, processes, ranks_of, start, weights
 from ..ports import free_port
 
 _NOBODY = 65534
@@ -68,43 +72,58 @@ def test_whoever_talks_to_the_ports_of_a_job_on_one_host_changes_nothing(
     assert (losses(tmp_path / "run"), weights(tmp_path / "run")) == (losses(undisturbed), weights(undisturbed))
 
 
-def test_what_a_stranger_writes_into_the_store_of_ranks_counts_for_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    """Of ranks that torchrun starts again, whose store torch serves to everybody on the host."""
-    port, theirs = free_port(), tmp_path / "theirs"
-    theirs.mkdir()
-    through = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
-    gate(tmp_path, 15)
-    words = (*GATED, "--resume", "auto")  # the note of the run's folder will not be there
-    with start(tmp_path, *words, through=(*through, "--master-port", str(port))) as agent:
-        at(tmp_path, 15)
-        stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
-        until(lambda: any("/beat/" in key for key in stranger.list_keys()))  # each rank's first heartbeat
-        keys = [key.strip("/") for key in stranger.list_keys() if "lockstep/" in key]
-        assert any("claim/" in key for key in keys)
-        for key in keys:
-            stranger.set(key, "\x1b[31mthe run ends, says the neighbour")
-        beats = next(key.rpartition("/beat/")[0] for key in keys if "/beat/" in key)
-        stranger.set(f"{beats}/sentence", "the run ends, says the neighbour")
-        notes = next(key.rpartition("/lasting/")[0] for key in keys if "/lasting/" in key)
-        Keys(stranger, f"{notes}/lasting").write("folder", str(theirs))
-        ranks_of(agent, "lockstep")[1].kill()
-        gate(tmp_path, OPEN)
-        ended = end(agent)
-    assert ended.code == 0, ended.err
-    assert "neighbour" not in ended.err
-    assert "somebody who does not have this job's secret writes into its store" in ended.err
-    assert not any(theirs.iterdir())
-    assert (losses(tmp_path / "run"), weights(tmp_path / "run")) == (losses(undisturbed), weights(undisturbed))
+class _Touches:
+    """A pickle of this makes a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_stranger_who_writes_every_key_of_the_store_ends_the_job_and_does_no_more(tmp_path: Path) -> None:
+    _is_overwritten("nodes", tmp_path)
 
 
 @pytest.mark.long
-def test_a_rank_with_another_secret_is_told_why_it_is_alone(tmp_path: Path) -> None:
-    meets = ("--launcher", "manual", "--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", 2)
-    words = ("train", "digits", "--accelerator", "cpu", "--strategy", "ddp", "--timeout", 5, "--output", "run", *meets)
-    gate(tmp_path, OPEN)
-    with start(tmp_path, *words, "--rank", 1, **{SECRET: "another"}) as other:
-        first = command(tmp_path, *words, "--rank", 0, **{SECRET: "one"})
-        ended = end(other)
-    assert (first.code, ended.code) == (2, 2)
-    assert "1 of 2 ranks came within --timeout 5 s; missing: rank 1" in first.err
-    assert f"give all of them the same {SECRET}" in ended.err
+@pytest.mark.parametrize("way", ["hand", "torchrun"])
+def test_so_he_does_where_ranks_are_started_otherwise(way: str, tmp_path: Path) -> None:
+    _is_overwritten(way, tmp_path)
+
+
+def _is_overwritten(way: str, tmp_path: Path) -> None:
+    port, theirs, ran = free_port(), tmp_path / "theirs", tmp_path / "ran"
+    theirs.mkdir()
+    meets, words = f"tcp://127.0.0.1:{port}", (*GATED, "--resume", "auto")
+    alike = [{"--world-size": 2, "--rank": rank, "--init-method": meets} for rank in range(2)]
+    through: tuple[str, ...] = ()
+    if way == "torchrun":
+        alike, elastic = [{}], ("--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port))
+        through = ("-m", "torch.distributed.run", *elastic)
+    elif way == "nodes":
+        alike = [{"--nodes": 2, "--devices": 1, "--max-restarts": 1, "--init-method": meets}] * 2
+    hostile: list[Any] = [b64encode(pickle.dumps(_Touches(ran))), pickle.dumps(_Touches(ran)), b"\xff" * 4096]
+    hostile += [str(theirs).encode(), b"\x1b[31m{", b"[" * 100_000, b'{"rank": "1", "count": [], "fault": {}}', b""]
+    gate(tmp_path, 10)
+    with contextlib.ExitStack() as left:
+        started = [
+            left.enter_context(start(tmp_path, *words, *itertools.chain(*flags.items()), through=through))
+            for flags in alike
+        ]
+        at(tmp_path, 10)
+        stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+        with contextlib.suppress(RuntimeError):  # the store has gone, as rank 0 has ended
+            for value in hostile:
+                for key in [*stranger.list_keys(), "lockstep/folder", "lockstep/sentence"]:
+                    stranger.set(key.removeprefix("/"), value)
+                time.sleep(1.5)  # a heartbeat and a half
+        gate(tmp_path, OPEN)
+        found = [end(each) for each in started]
+    assert {each.code for each in found} <= {0, 1, 2}, found
+    assert not any(theirs.iterdir())
+    assert not ran.exists()
+    assert not any("\x1b[31m" in each.err or str(theirs) in each.err for each in found)
+    assert {each.name for each in tmp_path.iterdir()} <= {"run", "theirs", "gate", "runs"}
+    pickle.loads(hostile[1])
+    assert ran.exists()  # so it would

@@ -173,5 +173,3 @@ def test_a_store_listens_on_its_address_alone() -> None:
     assert [address.ip for address in listening if address.port == port] == [HOST]
     stores.connect(HOST, port, 5).keys.write("word", "heard")
     assert rendezvous.keys.read("word") == "heard"
-    stores.connect(HOST, port, 5, secret=b"another's").keys.write("word", "foreign")
-    assert rendezvous.keys.read("word") == ""

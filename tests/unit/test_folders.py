@@ -17,7 +17,6 @@ from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError, RunError
 from lockstep.runs import folders
-from lockstep.runs import opened as runs
 
 from ..command import refusal
 from ..starting import config
@@ -93,23 +92,6 @@ def test_a_folder_is_its_runs_also_while_its_ranks_are_started_again(tmp_path: P
         with folders.claim(asked, earlier=tmp_path):
             pass
     folders.check(asked)
-
-
-def test_a_restart_goes_on_in_no_folder_but_one_of_the_commands_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The note of an earlier start comes over the network, where there are several nodes."""
-    monkeypatch.chdir(tmp_path)
-    asked = config(model="mlp", data="digits")
-    mine = tmp_path / "runs" / "digits-mlp-2"
-    assert runs.choose_earlier_folder(asked, mine) == mine
-    theirs = tmp_path / "theirs"
-    mine.parent.mkdir()
-    (mine.parent / "digits-mlp-3").symlink_to(theirs)
-    for told in (theirs, tmp_path / "runs" / "another", tmp_path / "runs" / "digits-mlp-3"):
-        with pytest.raises(RequestError, match="is said to have written to"):
-            runs.choose_earlier_folder(asked, told)
-    assert runs.choose_earlier_folder(config(output="here"), theirs) == tmp_path / "here"
 
 
 def test_to_go_on_after_a_loss_in_start_up_does_not_extend_an_earlier_run(

@@ -22,7 +22,7 @@ import psutil
 from ..errors import RequestError
 from ..files import private_folder
 from ..world.topology import Topology
-from . import hosts, stores
+from . import hosts
 from .stores import Endpoint
 
 Env = Mapping[str, str]
@@ -134,7 +134,6 @@ def read(env: Env) -> Place:
         file=file,
         host=LOOPBACK if file else address,
         port=port,
-        secret=stores.of_job(env, on_one_host=known is not None and here.nodes == 1),
         job=env.get("TORCHELASTIC_RUN_ID", "") if is_agents else "",
         served=is_agents or _has_group(),
     )

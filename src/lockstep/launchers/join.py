@@ -20,17 +20,17 @@ from urllib.parse import unquote, urlsplit
 
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import LockstepError, RequestError
-from ..files import write_whole
+from ..files import LOCK, write_whole
 from ..monitor import failures
 from ..monitor.failures import Failure
+from ..monitor.notes import FOLDER, Notes
 from ..world.topology import Topology
-from . import environments, hosts, rank, stores
-from .environments import LOOPBACK, Place
+from . import environments, hosts, rank
+from .environments import Place
 from .plan import Entry, LaunchPlan
 from .stores import Endpoint
 
 _EXAMPLES = "give tcp://HOST:PORT, file:///PATH, or env://"
-_LOOPBACK = ("localhost", LOOPBACK, "::1")
 _ECHO_WAITS_S = 5.0
 
 
@@ -55,7 +55,7 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
 
         try:
             rank.check_agrees(parallel, place.topology, place.names)
-            rendezvous = (place.endpoint or _endpoint(parallel, env)).open(index, parallel.timeout)
+            rendezvous = (place.endpoint or _endpoint(parallel, env)).open(index, parallel.timeout, _notes(config, env))
             with rank.met(config, env, rendezvous, place.topology, knows_node=place.knows_node, tell=tell) as seat:
                 yield seat
         except (Exception, SystemExit) as error:
@@ -64,6 +64,19 @@ def seat(config: RunConfig, env: Mapping[str, str]) -> Iterator[rank.Seat]:
             if isinstance(error, LockstepError):
                 raise
             raise failure.error() from error
+
+
+def _notes(config: RunConfig, env: Mapping[str, str]) -> Notes:
+    """Return the note of the run's folder, where torch's agent has started these ranks again to continue in it.
+
+    Rank 0 of the earlier start may still hold it, on a node that was lost.
+    """
+    folder, restarts = config.record.output, env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if folder is None or restarts == "0" or config.checkpoint.resume != "auto":
+        return Notes()
+    # On a disk of its own, another node than rank 0's has at most its ranks' output there.
+    is_begun = any((folder / name).exists() for name in (LOCK, "output"))
+    return Notes({FOLDER: str(folder.absolute())}.get) if is_begun else Notes()
 
 
 def _leave(failure: Failure, path: Path | None) -> None:
@@ -119,8 +132,8 @@ def _endpoint(parallel: ParallelConfig, env: Mapping[str, str]) -> Endpoint:
         if parts.netloc or not parts.path.startswith("/"):
             raise RequestError(f"--init-method {url}: the path starts at the root, with three slashes: file:///PATH.")
         host = hosts.own_addresses(hosts.ANYWHERE, interface)[0] if interface else ""
-        return Endpoint(file=Path(unquote(parts.path)), host=host, secret=stores.of_job(env, on_one_host=False))
+        return Endpoint(file=Path(unquote(parts.path)), host=host)
     if parts.scheme != "tcp":
         raise RequestError(f"--init-method {url} names no meeting place that is known; {_EXAMPLES}.")
     host, port = hosts.host_and_port(url)
-    return Endpoint(host=host, port=port, secret=stores.of_job(env, on_one_host=host in _LOOPBACK))
+    return Endpoint(host=host, port=port)

@@ -126,14 +126,14 @@ def value_of(value: bytes) -> Any:
 def start(place: Topology, payload: bytes, endpoint: Endpoint, notes: dict[str, str]) -> Worker:
     """Start a rank's process.
 
-    SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. SIGUSR1 is blocked: the
-    signal of `ask_to_stop` would kill the rank until its loop handles it. And Python's path is safe: `python -c`, which
+    SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. And Python's path is
+    safe: `python -c`, which
     multiprocessing calls, would take a `pickle.py` of the current folder for Python's.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (place, payload, theirs, endpoint, notes)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, name=f"rank-{place.rank}")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
     kept = os.environ.setdefault(_SAFE_PATH, _OURS)
     main = vars(sys.modules["__main__"])
@@ -159,7 +159,7 @@ def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint
         held[name] = text
         pipe.send((name, text))
 
-    notes = Notes(lambda name: held.get(name, ""), write)
+    notes = Notes(held.get, write)
     try:
         entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
         rendezvous = endpoint.open(place.rank, config.parallel.timeout, notes)

@@ -8,6 +8,7 @@ store may still hold an earlier start's call: that one has its verdict, and anot
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
@@ -16,11 +17,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 from .. import hardware
 from ..errors import AbsentError, RequestError, ranks_in_short
+from ..monitor.keys import parsed
 from ..versions import version_of
 from ..world.topology import Topology
 from . import hosts
@@ -66,12 +67,14 @@ class Member:
         """(host, boot, network): equal for ranks that share a host's network."""
         return self.host, self.boot, self.network
 
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Member:
-        """Return the member from a dict. Ignores unknown fields, as of another version."""
-        known = {each.name for each in fields(cls)}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{name: value for name, value in {**values, **lists}.items() if name in known})
+
+@dataclass(frozen=True)
+class _Verdict:
+    claims: tuple[str, ...] = ()
+    """All members, as JSON."""
+    fault: str = ""
+    absent: bool = False
+    """Whether the fault is that a rank has not come."""
 
 
 def take(rendezvous: Rendezvous, mine: Member, timeout_s: float) -> tuple[Member, ...]:
@@ -89,6 +92,11 @@ def take(rendezvous: Rendezvous, mine: Member, timeout_s: float) -> tuple[Member
         if rendezvous.hosted:
             time.sleep(_HEAR_S)
         raise
+    except ValueError as error:
+        raise RequestError(
+            f"{rendezvous.where}: what is said there is no roll call ({error}): another program writes to this store; "
+            "give each job a meeting place of its own, which nobody else reaches."
+        ) from error
     except RuntimeError as error:  # the store's own: its server has gone
         raise AbsentError(
             f"{rendezvous.where}: the store went away during the roll call ({type(error).__name__}); rank 0, or the "
@@ -109,19 +117,19 @@ class _Call:
         places = self._places()
         self._keys.write(places[0], _json(self._mine))
         self._keys.write("call", _json(self._mine))
-        while not (texts := self._await(places, _LEAD_WAIT_S)) or not all(texts):  # a stranger's is empty
+        while not (texts := self._await(places, _LEAD_WAIT_S)):
             self._read(self._keys.read(self._verdict))
             if time.monotonic() >= self._deadline:
                 raise self._fault(self._absent())
             time.sleep(_LOOK_S)
-        members = [Member.of(json.loads(text)) for text in texts]
+        members = list(map(_member, texts))
         try:
             check_together(members)
         except RequestError as error:
             self._fault(error)
             raise
-        found = json.dumps({"claims": [asdict(member) for member in members]})
-        return self._read(self._keys.put(self._verdict, found) or found)
+        found = json.dumps(asdict(_Verdict(claims=tuple(texts))))
+        return self._read(self._keys.put(self._verdict, found))
 
     def answer(self) -> tuple[Member, ...]:
         called = ""
@@ -129,7 +137,7 @@ class _Call:
         while time.monotonic() < self._deadline:
             text = "".join(self._await(["call"], _WAIT_S))
             if text and text != called:
-                called, lead, outlives = text, Member.of(json.loads(text)), self._rendezvous.outlives
+                called, lead, outlives = text, _member(text), self._rendezvous.outlives
                 is_old = outlives and self._keys.check([f"verdict/{lead.nonce}"])
                 self._nonce = "" if is_old else lead.nonce
                 conflict = None if is_old else self._claim(lead)
@@ -158,7 +166,7 @@ class _Call:
                 f"{where}: the ranks disagree on the world size: rank 0 ({lead.who}) says {lead.size}, rank "
                 f"{mine.rank} ({mine.who}) says {mine.size}; give every rank the same --world-size."
             )
-        holder = Member.of(json.loads(self._keys.put(self._places()[mine.rank], _json(mine)) or _json(mine)))
+        holder = _member(self._keys.put(self._places()[mine.rank], _json(mine)))
         if holder.nonce == mine.nonce:
             return None
         return RequestError(
@@ -179,16 +187,20 @@ class _Call:
     def _fault(self, error: RequestError) -> RequestError:
         """Raise the verdict, by default `error`; return `error` where others went on."""
         if self._nonce:
-            verdict = {"absent": isinstance(error, AbsentError), "fault": str(error)}
-            self._read(self._keys.put(self._verdict, json.dumps(verdict)))
+            verdict = _Verdict(fault=str(error), absent=isinstance(error, AbsentError))
+            self._read(self._keys.put(self._verdict, json.dumps(asdict(verdict))))
         return error  # the others have gone on without this rank
 
     def _read(self, told: str) -> tuple[Member, ...]:
         """Return a verdict's members, () without this rank; raise its fault."""
-        found = json.loads(told) if told else {"claims": []}
-        if "fault" in found:
-            raise (AbsentError if found["absent"] else RequestError)(found["fault"])
-        members = tuple(map(Member.of, found["claims"]))
+        if not told:
+            return ()
+        verdict = parsed(_Verdict, told)
+        if verdict.fault:
+            raise (AbsentError if verdict.absent else RequestError)(verdict.fault)
+        members = tuple(map(_member, verdict.claims))
+        if [member.rank for member in members] != [*range(self._mine.size)]:
+            raise ValueError("its members are not the ranks")
         return members if any(member.nonce == self._mine.nonce for member in members) else ()
 
 
@@ -266,3 +278,10 @@ def check_together(members: Sequence[Member]) -> None:
 
 def _json(member: Member) -> str:
     return json.dumps(asdict(member))
+
+
+def _member(text: str) -> Member:
+    member = parsed(Member, text)
+    for address in member.addresses:
+        ipaddress.ip_address(address.partition("%")[0])  # a name would be looked up
+    return member

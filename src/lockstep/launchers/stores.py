@@ -1,10 +1,8 @@
 """Where ranks meet: torch's store, opened in bounded time.
 
-    memory     a file without a name, of the process that has started all ranks of its host: nobody else can open it
-    tcp://     rank 0 serves the store at that address alone; or an agent does, and then it outlives the ranks
-    file://    holds rank 0's address, and a secret for its readers; a file that a dead run has left is harmless
-
-torch's stores know no passwords, so each text in them bears a seal (see `monitor.keys`).
+memory     a file without a name, of the process that has started all ranks of its host: nobody else can open it
+tcp://     rank 0 serves the store at that address alone; or an agent does, and then it outlives the ranks
+file://    holds rank 0's address; a file that a dead run has left is harmless
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from .. import files
 from ..errors import AbsentError, RequestError
 from ..monitor import bounded
-from ..monitor.keys import SECRET, Keys
+from ..monitor.keys import Keys
 from ..monitor.notes import Notes
 from . import hosts
 from .variables import having, unset
@@ -40,7 +38,6 @@ QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 PREFIX = "lockstep"  # parts our keys from those of others who use the same store
 WAIT = timedelta(seconds=60)
 """For a key that torch itself waits for."""
-_SECRET_BYTES = 32
 _RETRY_S = 0.2
 _PROBE_S = 5.0
 _SILENCE_S = 30  # for a new connection to send its first bytes
@@ -89,29 +86,6 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-def of_job(env: Mapping[str, str], *, on_one_host: bool) -> bytes:
-    """Return the secret by which a job's ranks know one another.
-
-    LOCKSTEP_SECRET, or one of this user on this host; empty where none is given and the ranks are on several hosts, or
-    have no home: they trust the network.
-    """
-    if given := env.get(SECRET, ""):
-        return given.encode(errors="surrogateescape")
-    if not on_one_host:
-        return b""
-    try:
-        # Not among temporary files, which are tidied away while a job goes on, and where others take names first.
-        path = Path.home() / ".cache" / "lockstep" / "secret"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as part:
-            part.write(secrets.token_bytes(_SECRET_BYTES))
-            part.flush()
-            os.link(part.name, path)  # whole at once, and not in the place of another rank's
-        return files.read(path, most_bytes=_SECRET_BYTES)
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
-        return b""
-
-
 @contextlib.contextmanager
 def memory() -> Iterator[Path]:
     """Hold an empty file in memory; yield its path. For this user's processes."""
@@ -135,25 +109,25 @@ class Endpoint:
     file: Path | None = None
     host: str = ""
     port: int = 0
-    secret: bytes = b""
     job: str = ""
-    start: str = ""
+    """Of an agent, whose store may outlive a job."""
     served: bool = False
     """Whether an agent serves the store."""
 
-    def open(self, rank: int, timeout_s: float, notes: Notes | None = None) -> Rendezvous:
-        """Open the store for a rank. One in the parent's memory has the parent's `notes`."""
+    def open(self, rank: int, timeout_s: float, notes: Notes) -> Rendezvous:
+        """Open the store for a rank; `notes` are those of an earlier start."""
+        return dataclasses.replace(self._opened(rank, timeout_s), notes=notes)
+
+    def _opened(self, rank: int, timeout_s: float) -> Rendezvous:
         if self.memory is not None:
-            return _in_memory(self.memory, notes or Notes())
+            return _in_memory(self.memory)
         if self.file is not None:
-            return at_file(self.file, is_main=rank == 0, timeout_s=timeout_s, host=self.host, secret=self.secret)
+            return at_file(self.file, is_main=rank == 0, timeout_s=timeout_s, host=self.host)
         if not self.host:
             return _alone()
         if rank == 0 and not self.served:
-            return serve(self.host, self.port, secret=self.secret)
-        return connect(
-            self.host, self.port, timeout_s, secret=self.secret, job=self.job, start=self.start, served=self.served
-        )
+            return serve(self.host, self.port)
+        return connect(self.host, self.port, timeout_s, job=self.job, served=self.served)
 
 
 def _alone() -> Rendezvous:
@@ -162,14 +136,14 @@ def _alone() -> Rendezvous:
     return Rendezvous(Keys(HashStore(), PREFIX), "this process", outlives=True)
 
 
-def _in_memory(path: Path, notes: Notes) -> Rendezvous:
+def _in_memory(path: Path) -> Rendezvous:
     import_torch()
     from .._torch import FileStore
 
-    return Rendezvous(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True, notes=notes)
+    return Rendezvous(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True)
 
 
-def serve(host: str, port: int, *, secret: bytes = b"") -> Rendezvous:
+def serve(host: str, port: int) -> Rendezvous:
     """Serve the store to the other ranks, on `host`'s address alone."""
     where = hosts.url(host, port)
     try:
@@ -186,17 +160,14 @@ def serve(host: str, port: int, *, secret: bytes = b"") -> Rendezvous:
     address, port = listener.getsockname()[:2]
     taken = listener.detach()
     store = TCPStore(address, port, is_master=True, master_listen_fd=taken, wait_for_workers=False, timeout=WAIT)
-    keys, caution = Keys(store, PREFIX, secret), hosts.caution(host)
-    return Rendezvous(keys, where, hosted=True, host=address, port=port, caution=caution)
+    return Rendezvous(Keys(store, PREFIX), where, hosted=True, host=address, port=port, caution=hosts.caution(host))
 
 
-def connect(
-    host: str, port: int, timeout_s: float, *, secret: bytes = b"", job: str = "", start: str = "", served: bool = False
-) -> Rendezvous:
+def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bool = False) -> Rendezvous:
     """Open the store of rank 0, or of an agent if `served`.
 
-    `job` and `start` separate these ranks' keys from those of other jobs at the agent, and of earlier starts. Raises
-    `AbsentError` where no such store answers within `timeout_s`.
+    `job` separates these ranks' keys from those of other jobs at the agent. Raises `AbsentError` where no such store
+    answers within `timeout_s`.
     """
     import_torch()
     from .._torch import TCPStore
@@ -217,11 +188,8 @@ def connect(
             "s; was rank 0 stopped, or is another service using the port?"
         ) from error
     store.set_timeout(WAIT)
-    keys = Keys(store, "/".join(filter(None, (PREFIX, job, start))), secret)
-    lasting = Keys(store, f"{PREFIX}/{job}/lasting", secret)
-    notes = Notes(lasting.read, lasting.write) if served else Notes()
-    caution = hosts.caution(host)
-    return Rendezvous(keys, where, host=host, port=port, outlives=served, notes=notes, caution=caution)
+    keys = Keys(store, f"{PREFIX}/{job}" if job else PREFIX)
+    return Rendezvous(keys, where, host=host, port=port, outlives=served, caution=hosts.caution(host))
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
@@ -241,7 +209,7 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
             return
 
 
-def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secret: bytes = b"") -> Rendezvous:
+def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "") -> Rendezvous:
     """Open rank 0's store by the address in the file at `path`.
 
     Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError`
@@ -249,7 +217,7 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
     """
     where, deadline = f"file://{path}", time.monotonic() + timeout_s
     if not is_main:
-        while (rendezvous := _opened(path, secret, deadline - time.monotonic())) is None:
+        while (rendezvous := _opened(path, deadline - time.monotonic())) is None:
             if time.monotonic() >= deadline:
                 raise AbsentError(
                     f"{where}: rank 0 did not come there within --timeout {timeout_s:g} s; start every rank, or raise "
@@ -257,13 +225,13 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
                 )
             time.sleep(_RETRY_S)
         return dataclasses.replace(rendezvous, where=where)
-    if _opened(path, secret, _PROBE_S) is not None:
+    if _opened(path, _PROBE_S) is not None:
         raise RequestError(
             f"{where}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
             "run its own meeting place."
         )
-    nonce, own = secrets.token_hex(_SECRET_BYTES), hosts.own_addresses(hosts.ANYWHERE)
-    rendezvous = serve(host or (own[0] if own else "127.0.0.1"), 0, secret=secret + nonce.encode())
+    nonce, own = secrets.token_hex(16), hosts.own_addresses(hosts.ANYWHERE)
+    rendezvous = serve(host or (own[0] if own else "127.0.0.1"), 0)
     rendezvous.keys.write("place", nonce)
     told = json.dumps({PREFIX: nonce, "host": rendezvous.host, "port": rendezvous.port})
     try:
@@ -273,13 +241,13 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "", secr
     return dataclasses.replace(rendezvous, where=where, file=path)
 
 
-def _opened(path: Path, secret: bytes, limit_s: float) -> Rendezvous | None:
+def _opened(path: Path, limit_s: float) -> Rendezvous | None:
     """Return the store named in the file; None without an answer."""
     if (place := _read_place(path)) is None:
         return None
     with contextlib.suppress(RequestError, RuntimeError):
         limit_s = min(max(limit_s, _RETRY_S), 5 * _RETRY_S)
-        rendezvous = connect(place["host"], place["port"], limit_s, secret=secret + place[PREFIX].encode())
+        rendezvous = connect(place["host"], place["port"], limit_s)
         if rendezvous.keys.read("place") == place[PREFIX]:
             return rendezvous
     return None

@@ -187,7 +187,6 @@ _SCRIPT = """\
 folder={folder}
 again="sbatch '$folder/{name}'"
 export PYTHONUNBUFFERED=1  # lines are in the log when they are printed
-export LOCKSTEP_SECRET="$(head -c 24 /dev/urandom | base64)"  # by which the ranks of this job know one another
 
 # Slurm's warning (USR1) is for the ranks, which save, stop and exit with 75; this script has to outlive them.
 trap : TERM USR1

@@ -12,7 +12,7 @@ import fcntl
 import multiprocessing.connection
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +43,7 @@ _GUARD = (
 )
 _SIGNALS = {int(each): each.name for each in signal.Signals}
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-_FINAL = {RequestError.__name__, ProofError.__name__}
+FINAL = {RequestError.__name__, ProofError.__name__}
 """Failures that a restart would repeat."""
 
 
@@ -83,22 +83,10 @@ class Supervisor:
         if self._lock is not None:
             self._lock.close()
 
-    @property
-    def insisted(self) -> bool:
-        """Whether a second signal came, which ends the ranks at once."""
-        return self._interrupts.insisted
+    def run(self, places: Sequence[Topology], payload: bytes, endpoint: Endpoint) -> bytes | Failure:
+        """Run the ranks; return the first place's pickled value, or the first cause.
 
-    def run(
-        self,
-        places: Sequence[Topology],
-        payload: bytes,
-        endpoint: Endpoint,
-        look: Callable[[], Failure | None] = lambda: None,
-    ) -> bytes | Failure:
-        """Run the ranks; return the first place's value, or the first cause.
-
-        The value is pickled. `look` is polled for other failures that end the ranks. Raises `RunError` after a second
-        signal.
+        Raises `RunError` after a second signal.
         """
         with self._interrupts:
             try:
@@ -106,45 +94,34 @@ class Supervisor:
                     self._workers.append(worker := start(place, payload, endpoint, dict(self.notes)))
                     if self._interrupts.asked:
                         worker.send(signal.SIGTERM)
-                return self._watch(look)
+                return self._watch()
             finally:
                 self._end()
 
     def starts_again(self, cause: Failure) -> bool:
         """Return whether the ranks start again; announce a restart."""
         is_stop, most_restarts = cause.kind == Stopped.__name__, self._parallel.max_restarts
-        is_elastic = most_restarts > 0 or self._parallel.most_nodes > 1
-        if cause.kind in _FINAL or not is_elastic or (is_stop and self._interrupts.asked):
+        if is_stop or cause.kind in FINAL or self._restarts == most_restarts:
             return False
-        if is_stop:
-            say("The ranks were asked to stop, as a node leaves or comes; where the job goes on, they start again.")
-        elif self._restarts == most_restarts:
-            return False
-        else:
-            self._restarts += 1
-            what = cause.sentence.removesuffix(".").removesuffix(f"; {self._resume_hint}")
-            say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
+        self._restarts += 1
+        what = cause.sentence.removesuffix(".").removesuffix(f"; {self._resume_hint}")
+        say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
         return True
 
     def keep(self, folder: str) -> None:
         """Lock the run's folder against other runs until the end. Also while no rank 0 holds the folder."""
-        with contextlib.suppress(OSError):  # it may be on a disk of another node
+        with contextlib.suppress(OSError):
             if folder and self._lock is None:
                 self._lock = open(Path(folder) / LOCK, "rb", opener=unlinked)
                 fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 1)
 
-    def ask_to_stop(self) -> None:
-        """Ask the ranks to save and stop. Ranks that still start do so after their first step."""
-        for worker in self._workers:
-            worker.send(signal.SIGUSR1)
-
-    def _watch(self, look: Callable[[], Failure | None]) -> bytes | Failure:
+    def _watch(self) -> bytes | Failure:
         all_ran_s = time.monotonic()
         while self._silent() and not self._failures():
             self._look()
             if len(self._silent()) == len(self._workers):
                 all_ran_s = time.monotonic()
-            if failure := look() or self._overdue(all_ran_s):
+            if failure := self._overdue(all_ran_s):
                 return failure
         began_s = time.monotonic()
         while self._silent():

@@ -121,37 +121,16 @@ def _open_recorders(
 def _continue_earlier_start(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
     """Return (config, folder) to continue a lost earlier start (*collective*).
 
-    Returns (`config`, None) without an earlier start, or if that was lost before it had a folder. Raises `RequestError`
-    for a noted folder that this command would not have chosen.
+    Returns (`config`, None) without an earlier start, or if that was lost before it had a folder.
     """
     note = world.from_main(lambda: world.notes.read(FOLDER))
     if not note:
         return config, None
-    # On rank 0 alone: nodes may have different working folders.
-    folder = Path(world.from_main(lambda: str(choose_earlier_folder(config, Path(note)))))
+    folder = Path(note)
     # If the earlier start was lost before its first checkpoint, this one begins in the same way.
     has_saved = world.from_main(lambda: _last_checkpoint(folder) != world.notes.read(_FIRST_CHECKPOINT))
     checkpoint = replace(config.checkpoint, resume="auto") if has_saved else config.checkpoint
     return replace(config, checkpoint=checkpoint, record=replace(config.record, output=folder)), folder
-
-
-def choose_earlier_folder(config: RunConfig, noted: Path) -> Path:
-    """Return an earlier start's folder: that of the flags, else the `noted` default folder.
-
-    On several nodes the note comes over the network: it may only choose a folder that this command could have made.
-    Raises `RequestError` for any other.
-    """
-    resumed = config.checkpoint.resume
-    chosen = config.record.output or (folders.run_of(Path(resumed)) if resumed not in ("", "auto") else None)
-    if chosen is not None:
-        return chosen.absolute()
-    is_default = noted.parent == folders.RUNS.absolute() and noted.name.startswith(folders.default_name(config))
-    if is_default and not noted.is_symlink():
-        return noted
-    raise RequestError(
-        f"An earlier start of these ranks is said to have written to {noted}, which this command would not have "
-        "chosen: give all nodes the same --output, and start them in the same folder."
-    )
 
 
 def _last_checkpoint(folder: Path) -> str:
