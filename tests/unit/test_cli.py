@@ -143,7 +143,7 @@ def test_output_that_cannot_be_written(words: str) -> None:
         ("--config mine.toml --lr 0.5 --no-nesterov", {"batch": 96, "lr": 0.5, "augment": ["flip"], "nesterov": False}),
         ("--schedule multistep --milestones 1 2.5", {"schedule": "multistep", "milestones": [1.0, 2.5]}),
         ("--drop-last --rank 0 --world-size 1", {"drop-last": True, "rank": 0, "world-size": 1}),
-        ("--data=cifar10 --data_dir x --clip none", {"data": "cifar10", "data-dir": "x", "clip": None}),
+        ("--data=cifar10 --data_dir x --clip None", {"data": "cifar10", "data-dir": "x", "clip": None}),
         ("--augment --lr=1e-1 --lr=1e-2", {"augment": [], "lr": 0.01}),
     ],
 )

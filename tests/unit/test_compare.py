@@ -85,7 +85,7 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --vary devises=1,2", "did you mean devices"),
         ("digits --vary devices", "give an option and its values"),
         ("digits --vary compile=yes,no", "--vary compile=yes,no: give true, false or both"),
-        ("digits --vary devices=1,2,x", "--devices x: give a whole number"),
+        ("digits --vary devices=1,2,x", "Error parsing --devices"),
         ("digits --vary strategy=single,ddp,ddpp", "did you mean ddp"),
         ("digits --vary eval-every=1,2", "decides on that"),
         ("digits --vary devices=1,1", "give two different values at least"),

@@ -220,7 +220,7 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
         ("digits --network runs/absent", "--network runs/absent is no folder"),
         ("digits --network gone.json", "gone.json"),
         ("digits --network 1GbE --devices 4:2", "--devices 4:2: give a range such as 1:1024"),
-        ("digits --network 1GbE --price -1", "--price -1: give 0 or more"),
+        ("digits --network 1GbE --price -1", "--price -1.0: give 0 or more"),
         ("digits --network 1GbE --compile", "leave out --compile"),
         ("digits --network 1GbE --accelerator cpu --per-node 8", "--per-node 8: there is no GPU"),
         ("--network 1GbE --scaling weak mine.py", "a script's loader says"),

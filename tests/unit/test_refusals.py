@@ -27,24 +27,24 @@ Refuses = Callable[[str, list[str]], None]
 COMMANDS = """
 trian digits                           | 'trian' | did you mean train
 train digit                            | 'digit' | did you mean digits? | --config FILE.toml
-train --batch 64 digits                | 'digits' belongs to no flag | a recipe comes first
+train --batch 64 digits                | Unrecognized options: digits
 eval --devices 2                       | lacks the run
 eval gone                              | gone is not there
 eval trained --epochs 3                | no use for --epochs
 eval trained --split valid             | 'valid' | did you mean validation?
 eval trained --predictions x.txt       | x.txt | a file .csv
 diff                                   | compares two checkpoints, found 0
-diff a b --tolerance nan               | --tolerance nan: give 0 or more
+diff a b --tolerance nan               | --tolerance nan: give a finite number
 submit pbs digits                      | Unknown scheduler 'pbs'
 submit slurm digits                    | sbatch is not on PATH
 doctor --batch 3                       | no use for --batch
 """
 
 TRAIN = """
---batch two                            | --batch two | a whole number
---devices --seed 1                     | --devices lacks its value
+--batch two                            | Error parsing --batch | 'two'
+--devices --seed 1                     | Missing value for argument '--devices'
 --holdout 1                            | --holdout 1.0 | below 1
---nesterov true                        | 'true' | --nesterov or --no-nesterov
+--nesterov true                        | Unrecognized options: true
 --config gone.toml                     | gone.toml | No such file
 --config broken.toml                   | broken.toml | not valid TOML
 --config mistyped.toml                 | mistyped.toml | batch | a whole number

@@ -25,7 +25,7 @@ from ..screen import Screen
 from ..sessions.hooks import Hooks
 from ..sessions.script import Script
 from ..versions import version_of
-from . import flags, output, run, words
+from . import flags, output, run
 from .train import entry
 from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
 
@@ -78,7 +78,7 @@ def main(given: list[str]) -> int:
     """Compare, and return 0."""
     if given and given[0] in _WATCHED:
         return _watched(*given)
-    asked, leading = words.take(given, {"--output": str}) if "--from" in given else ({}, [])
+    asked, leading = flags.take(given, {"--output": str}, prog="lockstep compare") if "--from" in given else ({}, [])
     if leading[:1] == ["--from"]:
         runs = [Path(each) for each in leading if each != "--from"]
         report_of(runs, Path(asked["--output"]) if "--output" in asked else None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ProofError, RequestError, counted
 from ..screen import Screen, line
-from . import output, words
+from . import flags, output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ _ROWS = 5
 
 def main(given: list[str]) -> int:
     """Print the differences; return 0 for none. Raises `ProofError` where they differ."""
-    own, rest = words.take(given, {"--tolerance": float, "--all": bool})
+    own, rest = flags.take(given, {"--tolerance": float, "--all": bool}, prog="lockstep diff")
     if strange := [word for word in rest if word.startswith("-")]:
         raise RequestError(f"lockstep diff has no flag {strange[0]}; lockstep diff --help shows those that it has.")
     if len(rest) != 2:

@@ -22,7 +22,7 @@ from ..launchers.devices import visible_gpus
 from ..printable import visible_json
 from ..runs import folders
 from ..screen import Screen
-from . import flags, output, words
+from . import flags, output
 
 USAGE = """\
 usage: lockstep doctor [--json] [flags]
@@ -56,7 +56,7 @@ _ALIKE = 3  # green lines of one name that are shown, where many hosts give as m
 
 def main(given: list[str]) -> int:
     """Examine, print the findings, and return 0. Raises `RunError` where no job can run."""
-    own, rest = words.take(given, {"--json": bool})
+    own, rest = flags.take(given, {"--json": bool}, prog="lockstep doctor")
     base = RunConfig(parallel=ParallelConfig(stall_timeout=_STALL_S))
     config = flags.parse(rest, prog="lockstep doctor", base=base, imports=False, check=_check_flags)
     has_data = any(word.replace("_", "-").startswith("--data-dir") for word in rest)

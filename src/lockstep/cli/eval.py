@@ -16,7 +16,7 @@ from ..files import DEFECTS, check_own, own_folder, parse_json, read, shown, wri
 from ..launchers import start
 from ..runs import folders
 from ..screen import Screen
-from . import flags, output, words
+from . import flags, output
 from .preflight import check_names
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(given: list[str]) -> int:
     """Evaluate, print the scores, and return the exit code."""
     if not given or given[0].startswith("-"):
         raise RequestError("lockstep eval lacks the run, which comes first, as in lockstep eval runs/digits-resnet8.")
-    own, rest = words.take(given[1:], {"--split": str, "--predictions": str})
+    own, rest = flags.take(given[1:], {"--split": str, "--predictions": str}, prog="lockstep eval")
     split, path = choose("split", own.get("--split", "test"), SPLITS), Path(given[0])
     source = _config_file(path)
     predictions = Path(own["--predictions"]).absolute() if "--predictions" in own else None

@@ -1,29 +1,29 @@
-"""Convert a command line to a `RunConfig`: recipe, then file, then flags.
-
-Flags are the options of `config.options` by their keys: their values are converted and checked as those of a TOML file
-are; tyro draws the help from the same dataclasses.
-"""
+"""Convert a command line to dataclasses, by tyro: a `RunConfig` from recipe, file and flags, or a verb's own flags."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
+from ..config.options import NAMES_OF_CODE, flatten, leaves, read_toml, recipe
 from ..config.schema import RunConfig
-from ..config.validity import Leaf
+from ..config.validity import Bounds
 from ..data import sets
 from ..errors import RequestError, unknown
 from ..files import shown
 from ..runs import folders
 from . import output
 
+T = TypeVar("T")
 _READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "milestones": ("schedule", ("step", "multistep")),
     "gamma": ("schedule", ("step", "multistep")),
@@ -32,7 +32,6 @@ _READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "base-batch": ("lr-rule", ("linear", "sqrt")),
 }
 """{flag: the one on which its effect depends, and the values with which it has one}"""
-_CONFIG = Leaf("config", None, "", Path, False, None)
 _FLAG = re.compile("--?[A-Za-z]")
 """How a flag begins, and no value does, such as a negative number."""
 
@@ -46,17 +45,6 @@ class Arguments:
     """A recipe's name (lockstep info lists them); flags and --config override its values."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
     """A TOML file whose keys are flag names; flags override it, and it overrides the recipe."""
-
-
-class _Flag(NamedTuple):
-    """A flag as written, such as --data_dir, and its following words."""
-
-    text: str
-    words: list[str]
-
-    @property
-    def name(self) -> str:
-        return self.text.removeprefix("--").replace("_", "-")
 
 
 _GONE = {
@@ -96,90 +84,100 @@ def parse(
 
     Raises `RequestError` for an unknown recipe, flag or value, with the nearest names; exits 0 after --help.
     """
-    leading, flags = _read(given)
-    named = leading[:1] if base is None else []
-    _check_stray(leading[len(named) :])
+    named = given[:1] if base is None and given and not _FLAG.match(given[0]) else []
     base = recipe(named[0]) if named else base or RunConfig()
-    if any(flag.text in ("--help", "-h") for flag in flags):
+    if {"--help", "-h"} & {*given}:
         with output.written():
-            arguments, options = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
-            tyro.cli(Arguments, args=["--help"], prog=prog, default=arguments, config=options)  # which exits
-    values = _values(flags)
-    names = [*values]
-    if "config" in values:
-        source = Path(values.pop("config"))
+            told, options = Arguments(run=base), (tyro.conf.OmitArgPrefixes,)
+            tyro.cli(Arguments, args=["--help"], prog=prog, default=told, config=options)  # which exits
+    names = _names(given, prog)
+    own, rest = take(given[len(named) :], {"--config": str}, prog=prog)
+    if "--config" in own:
+        source = Path(own["--config"])
         base = read_toml(source, base=base, through_links=True)
     if imports:
         _check_code(base, names, source)
-    config = apply(base, values, source="the command line")
+    config = _parsed(lambda: tyro.cli(RunConfig, args=rest, default=base, config=(tyro.conf.OmitArgPrefixes,)), prog)
     check(names, config)
-    if "config" in names and source is not None:
+    if "--config" in own and source is not None:
         folders.check_meant(config, source)
     return config
 
 
+def take(given: list[str], own: Mapping[str, type], *, prog: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a verb's `own` flags, and the other words. Types are bool, float, str; list for several.
+
+    Raises `RequestError` for a flag without its value, and for a number that is negative or infinite.
+    """
+    kinds: dict[Any, Any] = {bool: bool, list: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]}
+    unset: dict[Any, Any] = {bool: False, list: ()}
+    fields = [
+        (name[2:].replace("-", "_"), kinds.get(kind, kind | None), field(default=unset.get(kind)))
+        for name, kind in own.items()
+    ]
+    for word in given:
+        if "=" in word and own.get(word.partition("=")[0].replace("_", "-")) is bool:
+            raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any for true
+    found: Any
+    found, rest = _parsed(
+        lambda: tyro.cli(make_dataclass("Own", fields), args=given, add_help=False, return_unknown_args=True), prog
+    )
+    values = {name: getattr(found, name[2:].replace("-", "_")) for name in own}
+    for name, value in values.items():
+        if isinstance(value, float):
+            Bounds(least=0).check(name[2:], value)
+    return {name: value for name, value in values.items() if value not in (None, False, ())}, rest
+
+
 def without(given: list[str], names: Collection[str]) -> list[str]:
     """Return the words `given` without these flags and their values. `names` have no dashes."""
-    leading, flags = _read(given)
-    return [*leading, *(word for flag in flags if flag.name not in names for word in (flag.text, *flag.words))]
-
-
-def _read(given: list[str]) -> tuple[list[str], list[_Flag]]:
-    """Return the words before the first flag, and the flags."""
-    leading: list[str] = []
-    flags: list[_Flag] = []
+    kept, is_dropped = list[str](), False
     for word in given:
         if _FLAG.match(word):
-            text, equals, value = word.partition("=")
-            flags.append(_Flag(text, [value] if equals else []))
-        else:
-            (flags[-1].words if flags else leading).append(word)
-    return leading, flags
+            is_dropped = _name(word) in names
+        if not is_dropped:
+            kept.append(word)
+    return kept
 
 
-def _values(flags: Iterable[_Flag]) -> dict[str, Any]:
-    """Return {key: value} of the flags. Raises `RequestError` for an unknown flag or an invalid value."""
-    known = {leaf.key: leaf for leaf in (*leaves(), _CONFIG)}
-    known |= {f"no-{key}": leaf for key, leaf in known.items() if leaf.kind is bool}
-    values: dict[str, Any] = {}
-    for flag in flags:
-        leaf = known.get(flag.name)
-        for text in (flag.name.removeprefix("no-"), " ".join([flag.name, *flag.words])):
+def _name(word: str) -> str:
+    return word.partition("=")[0].removeprefix("--").replace("_", "-")
+
+
+def _names(given: list[str], prog: str) -> list[str]:
+    """Return the names of the flags given, without dashes and no-. Raises `RequestError` for an unknown one, and for
+    what tyro would take: a value of a flag that has none, and an empty path.
+    """
+    known = {leaf.key: leaf.kind for leaf in leaves()} | {"config": Path}
+    names = []
+    for word, following in zip(given, [*given[1:], None], strict=False):
+        if not _FLAG.match(word):
+            continue
+        key = _name(word) if _name(word) in known else _name(word).removeprefix("no-")
+        for text in (key, f"{key} {following}", f"{key} {word.partition('=')[2]}"):
             if text in _GONE:
                 raise RequestError(f"--{text} is gone: {_GONE[text]}.")
-        if leaf is None:
-            raise unknown("flag", flag.text, [f"--{name}" for name in known], "lockstep train --help lists all.")
-        values[leaf.key] = _value(leaf, flag)
-    return values
+        if key not in known:
+            raise unknown("flag", word.partition("=")[0], [f"--{each}" for each in known], f"{prog} --help lists all.")
+        if known[key] is bool and "=" in word:
+            raise RequestError(f"{word}: this flag takes no value; write --{key} or --no-{key}.")
+        if known[key] is Path and (word.endswith("=") or following == ""):
+            raise RequestError(f"--{key} lacks its value; give a path.")
+        names.append(key)
+    return names
 
 
-def _value(leaf: Leaf, flag: _Flag) -> Any:
-    key, words = leaf.key, flag.words
-    if leaf.kind is bool and words:
-        raise RequestError(f"{flag.text} takes no value, found {words[0]!r}; write --{key} or --no-{key}.")
-    if leaf.kind is bool:
-        return flag.name == key
-    if get_args(leaf.kind):
-        return [_typed(leaf, flag.text, word) for word in words]
-    _check_stray(words[1:])
-    if not words:
-        raise RequestError(f"{flag.text} lacks its value; give {leaf.takes}.")
-    return _typed(leaf, flag.text, words[0])
-
-
-def _typed(leaf: Leaf, flag: str, word: str) -> Any:
-    kind = next(iter(get_args(leaf.kind)), leaf.kind)
-    if leaf.optional and word.lower() == "none":
-        return None
+def _parsed(call: Callable[[], T], prog: str) -> T:
+    """Return what tyro makes of a command line. Raises `RequestError` with what it prints of an error."""
+    told = io.StringIO()
     try:
-        return kind(word) if kind in (int, float) else word
-    except ValueError:
-        raise RequestError(f"{flag} {word or repr(word)}: give {leaf.takes}.") from None
-
-
-def _check_stray(words: Iterable[object]) -> None:
-    for word in words:
-        raise RequestError(f"{word!r} belongs to no flag; a recipe comes first, as in lockstep train digits --lr 1.")
+        with contextlib.redirect_stderr(told):
+            return call()
+    except SystemExit as error:
+        _, *lines = [line.strip(" │|") for line in told.getvalue().splitlines()]  # in a box, under a title
+        shown = takewhile(lambda line: not line.startswith(("Argument help", "For full help", "Got errors")), lines)
+        sentence = " ".join(line for line in shown if re.search(r"\w", line)).removesuffix(".")
+        raise RequestError(f"{sentence}; {prog} --help lists all.") from error
 
 
 def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:

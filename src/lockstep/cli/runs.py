@@ -9,7 +9,7 @@ from ..compare import records
 from ..errors import RequestError, counted
 from ..runs import folders
 from ..screen import Screen
-from . import compare, output, words
+from . import compare, flags, output
 
 USAGE = """\
 usage: lockstep runs [FOLDER …] [--open]
@@ -25,7 +25,7 @@ _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state
 
 def main(given: list[str]) -> int:
     """Print the table, and return 0."""
-    asked, leading = words.take(given, {"--open": bool})
+    asked, leading = flags.take(given, {"--open": bool}, prog="lockstep runs")
     given_folders = [*map(Path, leading)] or [folders.RUNS]
     for folder in given_folders:
         if not folder.is_dir():

@@ -12,7 +12,7 @@ from ..launchers import submit
 from ..monitor.output import say
 from ..runs import folders
 from ..verify import commands
-from . import flags, output, run, words
+from . import flags, output, run
 from .preflight import check_names
 
 USAGE = f"""\
@@ -51,7 +51,7 @@ def main(given: list[str]) -> int:
         return 0
     is_script = run.names_script(given[1:], run.SWITCHES)
     ours, script = run.split(given[1:], run.SWITCHES) if is_script else (given[1:], [])
-    options, rest = words.take(ours, _OWN)
+    options, rest = flags.take(ours, _OWN, prog="lockstep submit slurm")
     is_dry, sbatch = options.pop("--dry-run", False), options.pop("--sbatch", [])
     if "--tasks-per-node" in options:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")

@@ -28,7 +28,7 @@ from ..record.checks import Check
 from ..runs import folders
 from ..screen import Screen, line
 from ..versions import version_of
-from . import flags, run, words
+from . import flags, run
 from .preflight import check, check_names
 
 _BUSY, _LOOK_S = 0.15, 0.5
@@ -43,7 +43,7 @@ class Job:
         switches = [name for name, kind in own.items() if kind is bool]
         self.is_script = run.names_script(given, switches)
         ours, self._script = run.split(given, switches) if self.is_script else (given, [])
-        self.asked, self.given = words.take(ours, {**own, "--output": str})
+        self.asked, self.given = flags.take(ours, {**own, "--output": str}, prog=prog)
         """Values of the flags `own`, and the other words before a script."""
         lacking = {"--vary", "--network"} & (own.keys() - self.asked.keys())
         if behind := lacking & {word.partition("=")[0] for word in self._script[1:]}:

@@ -21,7 +21,7 @@ from ...screen import Screen
 from ...verify import curve
 from ...verify.curve import Outcome
 from ...verify.variants import Setup
-from .. import flags, output, run, variants, words
+from .. import flags, output, run, variants
 from ..preflight import check
 
 USAGE = """\
@@ -61,7 +61,7 @@ _SAME = {"curve": "model", "gradients": "gradient"}
 def main(given: list[str]) -> int:
     """Train and compare; return 0 where all variants agree. Raises `ProofError` where they do not."""
     ours, script = run.split(given) if run.names_script(given) else (given, [])
-    asked, rest = words.take(ours, {"--tolerance": float})
+    asked, rest = flags.take(ours, {"--tolerance": float}, prog=_PROG)
     config, rest = parsed(rest, script, prog=_PROG)
     config = override(config, max_steps=config.max_steps or _STEPS)
     return judge(checked(config, rest, script), asked.get("--tolerance", curve.default_tolerance(config)))

@@ -17,7 +17,7 @@ from ...launchers.plan import LaunchPlan, plan
 from ...record import checks
 from ...runs import folders
 from ...screen import Screen
-from .. import output, run, variants, words
+from .. import flags, output, run, variants
 from ..preflight import check_names
 from . import curve
 
@@ -57,7 +57,7 @@ _ROWS = 5
 def main(given: list[str]) -> int:
     """Measure, print the answer, and return 0. Raises `ProofError` where the gradients differ."""
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
-    own, rest = words.take(ours, _OWN)
+    own, rest = flags.take(ours, _OWN, prog=_PROG)
     step = own.get("--step", "")
     is_loop = bool(script or (step and _takes_batch(step)))
     if is_loop:
