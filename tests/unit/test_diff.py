@@ -141,6 +141,30 @@ def test_a_difference_is_said_in_words(tmp_path: Path, capsys: Capture) -> None:
     assert f"{count} of BatchNorm statistics, 1 of linear and embedding weights, 1 of convolution weights" in err
 
 
+class _Named(nn.Module):
+    """Has parameters whose dimensions say nothing of their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls, self.pos = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.ones(1, 9, 4))
+        self.table, self.scale = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(()))
+        self.conv1, self.conv2 = nn.Conv1d(2, 3, 5), nn.Conv2d(2, 3, 5)
+        self.attention, self.norm = nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4)
+
+
+def test_a_kind_is_named_where_name_and_dimensions_tell_it() -> None:
+    ours = {f"model/{name}": each for name, each in _Named().state_dict().items()}
+    found = difference.compare(ours, {name: each + 1 for name, each in ours.items()})
+    kinds = {each.name.removeprefix("model/"): each.kind for each in found.differences}
+    unknown = {name for name, kind in kinds.items() if kind == "parameters"}
+    assert unknown == {"cls", "pos", "table", "scale", "conv1.weight"}
+    assert kinds["conv2.weight"] == "convolution weights"
+    assert kinds["attention.in_proj_weight"] == "linear and embedding weights"
+    assert kinds["attention.in_proj_bias"] == kinds["conv2.bias"] == "biases and other vectors"
+    assert kinds["norm.weight"] == "BatchNorm weights and biases"
+    assert kinds["norm.num_batches_tracked"] == "BatchNorm statistics"
+
+
 def _one(a: Tensor, b: Tensor) -> difference.Difference:
     (found,) = difference.compare({"model/x": a}, {"model/x": b}).differences
     return found

@@ -17,6 +17,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 14
 """Elements compared at a time, so that intermediate results stay in the processor's caches."""
 _MOST = torch.iinfo(torch.int64).max
+_WEIGHTS = {2: "linear and embedding weights", 4: "convolution weights", 5: "convolution weights"}
+"""Kinds of tensors whose names end in "weight", by dimensions. With three: Conv1d, or a layer of experts."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,19 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _kind_of(name: str, tensor: Tensor, names: Collection[str]) -> str:
-    """Return the tensor's kind, in the plural, from its group, its shape and the other `names`."""
+    """Return the tensor's kind, in the plural. Unless name and dimensions identify a kind: "parameters"."""
     group, _, path = name.partition("/")
     layer, _, leaf = path.rpartition(".")
     if group == "optimizer":
         return "optimizer tensors"
-    kind = "convolution weights" if tensor.dim() > 2 else "linear and embedding weights"
     if leaf in ("running_mean", "running_var", "num_batches_tracked"):
         kind = "BatchNorm statistics"
     elif f"{group}/{layer}.running_mean" in names:
         kind = "BatchNorm weights and biases"
-    elif leaf == "bias" or tensor.dim() < 2:
+    elif tensor.dim() == 1:
         kind = "biases and other vectors"
+    else:
+        kind = _WEIGHTS.get(tensor.dim(), "parameters") if leaf.endswith("weight") else "parameters"
     return kind if group == "model" else f"{group}'s {kind}"
 
 
