@@ -108,19 +108,19 @@ def _unseen(path: Path, **options: Any) -> None:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
-    """Return with what sentence images are refused, or without folders own data, which on rank 1 differ in a `way`.
+def _refusal(world: World, folders: list[Path], splits_nodes: bool, difference: str) -> str:
+    """Return the refusal or the warnings of images, or without folders of own data, which on rank 1 has a difference.
 
-    Of data that are not refused, return what users are told.
+    With `splits_nodes`, each rank is on a node of its own.
     """
-    if apart:  # each on a node of its own
+    if splits_nodes:
         topology = Topology(rank=world.rank, size=world.size, node=world.rank, nodes=world.size)
         world = dataclasses.replace(world, topology=topology)
     own = DataConfig(name="tests.own_data:differing", workers=0)
     folder = folders and DataConfig(name="imagefolder", dir=folders[world.rank], image_size=16, workers=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_data, "WAY", way if world.rank == 1 else "")
-        if way == "unseen" and world.rank == 1:
+        patch.setattr(own_data, "WAY", difference if world.rank == 1 else "")
+        if difference == "unseen" and world.rank == 1:
             patch.setattr(np, "load", _unseen)
         try:
             return "".join(_built(world, folder or own).cautions)
@@ -128,26 +128,29 @@ def _told(world: World, folders: list[Path], apart: bool, way: str) -> str:
             return str(error)
 
 
-def test_what_is_wrong_or_differs_on_one_rank_is_told_by_all(pool: RankPool, copy: Path, tmp_path: Path) -> None:
-    def hear(words: str, *folders: Path, apart: bool = False, way: str = "") -> None:
-        told = pool.run(2, _told, [*folders], apart, way)
-        assert all(words in each if words else not each for each in told), told
+def _check(pool: RankPool, words: str, *folders: Path, splits_nodes: bool = False, difference: str = "") -> None:
+    refusals = pool.run(2, _refusal, [*folders], splits_nodes, difference)
+    assert all(words in text if words else not text for text in refusals), refusals
 
-    absent = tmp_path / "absent"
-    hear("absent/train is not there", copy, absent, apart=True)
-    hear("", photographs(), copy, apart=True)
+
+def test_folders_that_differ_on_one_rank_are_refused_by_all(pool: RankPool, copy: Path, tmp_path: Path) -> None:
+    _check(pool, "absent/train is not there", copy, tmp_path / "absent", splits_nodes=True)
+    _check(pool, "", photographs(), copy, splits_nodes=True)
     next((copy / "train" / "ants").iterdir()).unlink()
-    hear("rank 1 has train images 119 (rank 0 has 120)", photographs(), copy, apart=True)
-    hear("Ranks of one node must see the same /", photographs(), photographs(), way="unseen")
-    hear("")
-    for words, way in (
+    _check(pool, "rank 1 has train images 119 (rank 0 has 120)", photographs(), copy, splits_nodes=True)
+    _check(pool, "Ranks of one node must see the same /", photographs(), photographs(), difference="unseen")
+
+
+def test_a_data_set_that_differs_on_one_rank_is_refused_by_all(pool: RankPool) -> None:
+    for words, difference in (
+        ("", ""),
         ("rank 1 has train labels", "relabelled"),
         ("rank 1 has splits ['train', 'validation', 'test'] (rank 0 has ['train', 'test'])", "three sets"),
         ("its train data: samples differ between two readings", "own generator"),
         ("its train data is not the same on every rank: rank 1 reads other samples", "other samples"),
         ("raised OSError", "gone"),
     ):
-        hear(words, way=way)
+        _check(pool, words, difference=difference)
 
 
 _OWN = """
