@@ -35,25 +35,11 @@ _GROUPS = {
 }
 """Our group names, by the keys that training scripts use."""
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
-_PLAIN = re.compile(
-    r"collections (OrderedDict|Counter)|_codecs encode|(__builtin__|builtins) (set|complex)|torch \w+|"
-    r"torch\.(cuda|storage|nn\.parameter|serialization|_tensor) \w+|"
-    r"torch\._utils _rebuild_(parameter\w*|tensor\w*|sparse_tensor|qtensor|meta_tensor_no_storage)"
-)
-"""Globals in a pickle of tensors. Others that torch considers safe, such as bytearray, can allocate any amount."""
-_CALLS = frozenset({"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"})
 _PICKLES = 5  # pickles at the beginning of torch's format before the zip archive
 _VIEWS = 1000  # most bytes of tensors per byte of their file; views share memory
 _LEVELS, _ITEMS = 32, 3_000_000  # most levels of nested dictionaries and lists; most items in all of them
-_BROKEN = (
-    *(*DEFECTS, RuntimeError, EOFError, AssertionError, MemoryError),
-    *(pickle.UnpicklingError, SafetensorError, zipfile.BadZipFile),
-)
+_BROKEN = (*DEFECTS, RuntimeError, EOFError, AssertionError, MemoryError, SafetensorError, zipfile.BadZipFile)
 """Errors raised for files of other formats; the type depends on the bytes."""
-
-
-class _CodeError(Exception):
-    """A pickle contains more than tensors."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -67,7 +53,7 @@ def read(path: Path) -> dict[str, Tensor]:
         return load(path).tensors
     try:
         tensors = _name_tensors(path, _load_content(path))
-    except _CodeError as error:
+    except pickle.UnpicklingError as error:
         raise RequestError(
             f"{path} is a pickle of more than tensors, and loading it could run code, so it is not loaded; where it "
             "came from, save the state_dict() alone."
@@ -124,16 +110,17 @@ def _check_archive(file: IO[bytes], size: int) -> None:
 
 
 def _check_pickles(file: IO[bytes], size: int, count: int) -> None:
-    """Scan pickles without loading them. Raises `_CodeError` for globals beyond those of tensors.
+    """Scan pickles for what torch loads, however much memory or time it takes. torch itself refuses code.
 
     Raises ValueError if the expanded references are far larger than the file: hashing nested tuples, or one large key
-    many times, would take exponential time.
+    many times, would take exponential time. Raises UnpicklingError for a bytearray, which may have any size, and for
+    later protocols than `torch.save` writes.
     """
     for _ in range(count):
         repeated, memo, stack = 0, dict[Any, int](), list[int | None]()  # expanded size of each object; None for a mark
         for op, arg, _ in pickletools.genops(file):
-            if op.name in _CALLS and not (op.name == "GLOBAL" and _PLAIN.fullmatch(str(arg))):
-                raise _CodeError(arg)
+            if op.proto > 2 or (op.name == "GLOBAL" and "bytearray" in str(arg)):
+                raise pickle.UnpicklingError(op.name)
             if op.name.endswith("PUT"):
                 memo[arg] = stack[-1] or 0
                 continue
