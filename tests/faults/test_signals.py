@@ -127,6 +127,41 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(tmp_path: Path) -> No
     assert [row["step"] for row in events(tmp_path / "run", "eval")] == [12]
 
 
+_SLOWED = """
+import pathlib, time, torch, lockstep
+
+with lockstep.session() as session:
+    model = torch.nn.Linear(4, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    model, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    for _ in session.epochs(10**6):
+        for (x,) in loader:
+            if pathlib.Path("slow").exists():
+                time.sleep(1)
+                if session.is_main:
+                    pathlib.Path("slow").open("a").write("a step\\n")
+            session.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_a_stop_comes_with_the_next_step_also_where_steps_have_become_slow(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SLOWED)
+    words = ("--accelerator", "cpu", "--devices", 2, "--log-every", 1000, "--output", "run")
+    with start(tmp_path, "run", *words, "train.py") as run:
+        until(lambda: len(losses(tmp_path / "run")) >= 200)  # so that the next interval would have hundreds
+        slow = tmp_path / "slow"
+        slow.touch()
+        until(lambda: slow.stat().st_size > 0)
+        made = len(slow.read_text().splitlines())
+        run.send_signal(signal.SIGTERM)
+        ended = end(run)
+    assert ended.code == 75, ended
+    assert len(slow.read_text().splitlines()) <= made + 3
+
+
 _CONTROLLED = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"

@@ -139,11 +139,11 @@ class AllReduce(Exchange):
             gradient.div_(divisor)
 
     def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begin to gather all ranks' headers and weights: (ranks, 4), float64."""
+        """Begin to gather all ranks' (kind, number, part, asks, weight): (ranks, 5), float64."""
         device = self.world.device
         row = torch.cat(
             [
-                torch.tensor(header, dtype=torch.float64).to(device, non_blocking=True),
+                torch.tensor([*header, self.asks()], dtype=torch.float64).to(device, non_blocking=True),
                 on_device(weight, device)[None],
             ]
         )
@@ -166,7 +166,9 @@ class AllReduce(Exchange):
             if self._doubt.item():
                 self._doubt = None
                 check_match([*kinds.tolist(), [-0.5, 0, 0]], self.world.progress.step)
-        check_match(kinds.tolist(), self.world.progress.step)
+        read = rows.tolist()
+        check_match([row[:3] for row in read], self.world.progress.step)
+        self.is_asked = self.is_asked or any(row[3] for row in read)
 
     def _lay_out(self) -> None:
         trained = [parameter.requires_grad for parameter in self.parameters]
@@ -286,7 +288,7 @@ class AllReduce(Exchange):
             parameter.grad = view
         for parameter, total in filter(None, sparse):
             parameter.grad = total
-        return rows[:, 3]
+        return rows[:, 4]
 
     def _still_idle(self, part: Part, plan: _Plan) -> list[int]:
         """Return the plan's idle buckets without a gradient on any rank in this pass (*collective*)."""

@@ -104,6 +104,10 @@ class Exchange:
         self.world = world
         self.parameters: list[nn.Parameter] = []
         self.models: list[nn.Module] = []
+        self.asks: Callable[[], bool] = lambda: False
+        """Whether this rank asks all ranks to end the interval of their metrics, as for a stop."""
+        self.is_asked = False
+        """Whether a rank has asked, alike on all ranks. On a GPU this is seen only where the host waits anyway."""
         self._user_hooks = UserHooks()
 
     def attach(self, model: nn.Module) -> None:

@@ -80,6 +80,7 @@ class Loop:
         self._world, self._is_measurement, self._on_resume = world, is_measurement, resumed
         self._saver = None if self.folder is None else Saver(self.folder, run, world)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
+        prepared.exchange.asks = lambda: self.stop.asked
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
         self._has_differed = False
@@ -221,7 +222,7 @@ class Loop:
         # The end of an epoch saves anyway, once the weights are evaluated.
         save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
         self._is_due = False
-        if save or self.meter.due(self.stop.asked):
+        if save or self.meter.due(self.stop.asked) or self.prepared.exchange.is_asked:
             stopping = self.record_steps()
             # Without a source an epoch cannot be resumed midway. At the end of an epoch, code after the user's loop
             # over batches may need the loop's results.
@@ -278,6 +279,7 @@ class Loop:
         first = step + 1 - len(pending.rows)
         names = [f"{name} of step {first + number}" for number, name, *_ in pending.values]
         self.prepared.exchange.meet(Header(RECORD, step), names)
+        self.prepared.exchange.is_asked = False
         stopping, non_finite = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
         if non_finite is not None:
             raise self._non_finite_error(*non_finite)

@@ -34,7 +34,7 @@ COVERS = {
 """Scope of the numbers in `step` and `log` events: ranks and period."""
 _Row = dict[str, Any]
 _INTERVAL_S = 2.0
-"""Approximate length of an interval of slow steps, and so the longest wait after a stop request."""
+"""Approximate length of an interval of slow steps. On a GPU also the usual wait after a stop request."""
 _SAMPLE_EVERY_S = 1.0
 _NORM = "grad_norm"
 _EXTRAS = 4  # numbers between the losses and the values in the exchange of `flush`
