@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.compare import forecast, networks, timeline
+from lockstep.compare import forecast, networks, records, timeline, trials
 from lockstep.compare.clock import Clock, mark_exchanges
 from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
+from lockstep.compare.records import Record
 from lockstep.compare.timeline import FREE, GATHER, GRADIENT, REDUCE, Link, Network, Point, Profile
+from lockstep.compare.trials import Trial
 from lockstep.errors import RequestError, RunError
 
 from ..command import refusal
@@ -108,12 +110,41 @@ def rows(found: list[Share], devices: list[int], link: Link, **more: Any) -> lis
     return forecast.forecast(found, job, cluster(link, **more), devices)
 
 
-def test_the_time_of_a_step_is_that_before_its_points_were_noted_and_doubt_is_told() -> None:
+def test_the_time_of_a_step_is_that_before_its_points_were_noted() -> None:
     assert forecast.share(1, 64, [told(0.5)]).profile.step_s == pytest.approx(0.5)
-    assert forecast.doubt(shares((1, 0.016, 0.017), (2, 0.008, 0.009))) == ""
-    assert "took 84.6 times as long" in forecast.doubt(shares((1, 0.016, 0.017), (2, 0.016, 1.353)))
     with pytest.raises(RunError, match="not the same"):
         forecast.share(1, 64, [told(0.5), told(0.5, points=[[GRADIENT, 8 * MB, 0]])])
+
+
+def test_a_measurement_that_was_disturbed_is_named_and_shows_no_impossible_efficiency() -> None:
+    def doubts(*by_ranks: tuple[int, float, float]) -> tuple[list[str], list[float | None]]:
+        found = shares(*by_ranks)
+        table = rows(found, [share.ranks for share in found], ENDLESS)
+        return forecast.doubts(found, table), [row.efficiency for row in table]
+
+    assert doubts((1, 0.016, 0.017), (2, 0.008, 0.009)) == ([], [1.0, pytest.approx(0.94, abs=0.01)])
+    (sentence,), _ = doubts((1, 0.016, 0.017), (2, 0.016, 1.353))
+    assert sentence.startswith("The same steps took 84.6 times as long in one process as in another: other programs")
+    (sentence,), efficiencies = doubts((1, 0.8, 0.8), (8, 0.0342, 0.0342))
+    assert "up to 2.9 times as fast per sample" in sentence
+    assert efficiencies == [1.0, None], "292 % is no efficiency"
+
+
+def test_the_time_that_measurements_take_is_told_before_and_while_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = {"plan": {"global_size": 64}, "steps_per_epoch": None, "epochs": None}
+    monkeypatch.setattr(records, "record", lambda _: Record(start=start))
+    monkeypatch.setattr(trials, "once", lambda *_, **__: Trial(told=told(0.5), seconds=50.0))
+    said: list[str] = []
+    assert len(forecast.missing([1, 2], tmp_path)) == 4
+    forecast.measure([1, 2], lambda ranks, folder: (), tmp_path, said.append)
+    assert said == [
+        "measuring a rank's share of 1 (1 of 2), about 1 min 20 s left",
+        "measuring a rank's share of 2 (1 of 2), about 2 min 30 s left",
+        "measuring a rank's share of 1 (2 of 2), about 1 min 40 s left",
+        "measuring a rank's share of 2 (2 of 2), about 50 s left",
+    ]
 
 
 def test_of_micro_batches_the_last_ones_gradients_are_exchanged() -> None:

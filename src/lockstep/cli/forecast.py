@@ -12,6 +12,7 @@ from ..compare.networks import Links
 from ..config.options import flatten
 from ..errors import RequestError, counted
 from ..files import shown, understanding
+from ..record.console import duration
 from ..runs import folders
 from ..screen import Screen
 from . import output
@@ -77,10 +78,12 @@ def main(given: list[str]) -> int:
 
     with telling(screen) as tell, kept_in(folder):
         measured = {ranks, *forecast.chosen(devices, batch, is_weak=job.is_weak)} - {0}
+        if count := len(forecast.missing(sorted(measured), folder)):
+            screen.say(_length(count))
         shares, facts = forecast.measure(sorted(measured), command, folder, tell)
         facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # measured without an end
         if not facts.on_gpu and not network.endswith(".json"):
-            tell("measuring what gloo itself takes for a message")
+            tell(f"measuring what gloo itself takes for a message, about {duration(forecast.USUAL_S)}")
             gloo = forecast.gloo(folder)
             between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
     cluster = Cluster(between, within, per_node, asked.get("--price"), job.is_weak)
@@ -89,9 +92,10 @@ def main(given: list[str]) -> int:
         cluster = cluster._replace(between=forecast.fitted(cluster, share, step_s, has_trees=facts.on_gpu))
     found = forecast.forecast(shares, facts, cluster, devices)
     told = forecast.sentences(found, "GPU" if facts.on_gpu else "machine")
-    if doubt := forecast.doubt(shares):
+    doubts = forecast.doubts(shares, found)
+    for doubt in doubts:
         screen.say((f"warning: {doubt}", "yellow"))
-        told.insert(0, doubt)
+    told = [*doubts, *told]
     about = f"{folders.default_name(base)} over {network}, as measured on {machine()}"
     with kept_in(folder):
         names = forecast.write(folder, found, told, about, made())
@@ -120,6 +124,15 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
             f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with --log-every."
         )
     return ranks, step_s
+
+
+def _length(count: int) -> str:
+    """Return how long so many measurements take, in words."""
+    usual_s, limit_s = forecast.USUAL_S, forecast.LIMIT_S
+    return (
+        f"{counted(count, 'measurement')}, about {duration(count * usual_s)} in all ({usual_s:.0f} s each where steps "
+        f"are short and the machine is idle, and {limit_s / 60:.0f} min at most)"
+    )
 
 
 def _devices(text: str) -> list[int]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import RequestError, RunError
 from ..files import write_json, write_whole
+from ..record.console import duration
 from ..verify import commands
 from . import charts, networks, numbers, records, tables, timeline, trials
 from .grid import Words
@@ -30,8 +31,10 @@ from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
 from .trials import Trial
 
-_PASSES, _MOST_MEASURED, _LIMIT_S = 2, 5, 600.0
+_PASSES, _MOST_MEASURED = 2, 5
+USUAL_S, LIMIT_S = 20.0, 600.0  # what a measurement usually takes: a start, and four seconds of steps; and its limit
 _APART = 1.5  # ratio of step times between processes above which they are doubted
+_MOST_EFFICIENT = 1.1  # efficiency above which measurements are doubted
 _FACTORS = (1e-4, 1e4)  # limits of the factor between a fitted link and its base
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
 """Causes of a speed-up below N on N devices."""
@@ -90,9 +93,10 @@ class Forecast(NamedTuple):
     dp_speed_up: float | None  # under dp instead; None where that cannot be
 
     @property
-    def efficiency(self) -> float:
-        """The speed-up, divided by the number of devices."""
-        return self.speed_up.middle / self.devices
+    def efficiency(self) -> float | None:
+        """The speed-up, divided by the number of devices; None for more than can be believed."""
+        found = self.speed_up.middle / self.devices
+        return found if found <= _MOST_EFFICIENT else None
 
     @property
     def limit(self) -> str:
@@ -140,12 +144,17 @@ def measure(
     """
     found: dict[int, list[Trial]] = {each: [] for each in ranks}
     record = Record()
+    left = missing(ranks, folder)
+    usual_s = USUAL_S
     for number, each in itertools.product(range(1, _PASSES + 1), ranks):
-        path = folder / f"share-{each}-{number}"
-        if trials.done(path) is None:
-            tell(f"measuring a rank's share of {each} ({number} of {_PASSES})")
+        path = _path(folder, each, number)
+        if is_missing := path in left:
+            left_s = len(left) * usual_s
+            tell(f"measuring a rank's share of {each} ({number} of {_PASSES}), about {duration(left_s)} left")
+            left.remove(path)
         words = ("compare", "share", str(each), *command(each, path / trials.RUN))
-        trial = trials.once(f"share of {each}", path, words, limit_s=_LIMIT_S)
+        trial = trials.once(f"share of {each}", path, words, limit_s=LIMIT_S)
+        usual_s = trial.seconds if is_missing else usual_s
         if trial.failed:
             raise RunError(f"A rank's share of {each} cannot be measured: {trial.failed}")
         found[each].append(trial)
@@ -161,6 +170,16 @@ def measure(
         on_gpu=found[ranks[0]][0].told["peak_memory_bytes"]["device"] is not None,
     )
     return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
+
+
+def missing(ranks: Sequence[int], folder: Path) -> list[Path]:
+    """Return the folders of measurements that are still to be made."""
+    paths = (_path(folder, each, number) for each in ranks for number in range(1, _PASSES + 1))
+    return [path for path in paths if trials.done(path) is None]
+
+
+def _path(folder: Path, ranks: int, number: int) -> Path:
+    return folder / f"share-{ranks}-{number}"
 
 
 def gloo(folder: Path) -> Links:
@@ -179,12 +198,20 @@ def gloo(folder: Path) -> Links:
     return networks.examined(paths)
 
 
-def doubt(shares: Sequence[Share]) -> str:
-    """Return a doubt about the shares' times; "" where processes agree."""
+def doubts(shares: Sequence[Share], rows: Sequence[Forecast]) -> list[str]:
+    """Return signs that other programs disturbed the measurements; none where the times are plausible."""
     apart = max(max(each.process_s) / min(each.process_s) for each in shares)
-    told = f"The same steps took {apart:.1f} times as long in one process as in another, as where other programs are in"
-    advice = "the way; error bars are as wide: measure again with another --output."
-    return f"{told} {advice}" if apart >= _APART else ""
+    best = max(row.speed_up.middle / row.devices for row in rows)
+    found = []
+    if apart >= _APART:
+        found.append(f"The same steps took {apart:.1f} times as long in one process as in another")
+    if best > _MOST_EFFICIENT:
+        found.append(
+            f"Shares were up to {best:.1f} times as fast per sample as the whole batch on one device, and the table "
+            "leaves such efficiencies out"
+        )
+    advice = "other programs disturbed the measurement. Measure again with another --output when they have ended."
+    return [f"{each}: {advice}" for each in found]
 
 
 def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
