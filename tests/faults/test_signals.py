@@ -108,6 +108,26 @@ def test_nobody_outlives_a_command_that_is_killed(way: str, tmp_path: Path) -> N
                     each.kill()
 
 
+_STARTS = """
+import pathlib, subprocess, time, lockstep
+
+with lockstep.session() as session:
+    started = subprocess.Popen(["sleep", "1000"])
+    pathlib.Path(f"started{session.rank}").write_text(str(started.pid))
+    time.sleep(1000)
+"""
+
+
+def test_what_a_script_has_started_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_STARTS)
+    with start(tmp_path, "run", "--accelerator", "cpu", "--devices", 2, "train.py") as run:
+        files = [tmp_path / f"started{rank}" for rank in range(2)]
+        until(lambda: all(file.exists() and file.read_text() for file in files))
+        family = [*processes(run), *(psutil.Process(int(file.read_text())) for file in files)]
+        run.kill()
+        until(lambda: gone(family), 10)
+
+
 def test_a_stop_while_ranks_start_is_told_as_one(tmp_path: Path) -> None:
     with start(tmp_path, *GATED, *ENDLESS, *DDP) as run:
         until(lambda: len(ranks_of(run)) >= 2)

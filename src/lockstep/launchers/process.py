@@ -1,8 +1,8 @@
 """A rank's process, from both ends of its pipe: its parent's, which has no torch, and its own.
 
-No orphans: a rank ends with its parent. On Linux the kernel kills it, even while it holds Python's lock inside a
-library, and data workers end with it (`data.feed`); elsewhere a thread, which waits on a pipe whose other end only the
-parent holds, ends the rank's process group.
+No orphans: a rank ends with its parent, also where that is killed. On Linux the kernel kills the rank at once; a
+*guard*, a shell that waits on a pipe from the parent, kills the rank's process group, and so what the user's code has
+started.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
-import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -36,6 +37,7 @@ from .stores import Endpoint
 UNGUARDED = 87
 """The exit code of a rank whose import of the user's script would have started ranks again."""
 _PR_SET_PDEATHSIG = 1
+_GUARD = 'groups=; while read -r pid; do groups="$groups -$pid"; done; [ -z "$groups" ] || kill -9 $groups 2>&-'
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
 
 
@@ -152,7 +154,6 @@ def start(place: Topology, payload: bytes, endpoint: Endpoint, notes: dict[str, 
 
 def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint, held: dict[str, str]) -> None:
     _settle()
-    threading.Thread(target=end_with, args=(pipe,), daemon=True, name="lifeline").start()
     config = RunConfig()
 
     def write(name: str, text: str) -> None:
@@ -203,8 +204,19 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def end_with(pipe: Connection) -> None:
-    """End this process's group when the other end of the pipe closes."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+@contextlib.contextmanager
+def guard() -> Iterator[Callable[[Worker], None]]:
+    """Yield a function that adds a rank to those whose process groups end with this process, however it ends."""
+    with subprocess.Popen(["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True) as shell:
+        assert shell.stdin is not None
+        lines = shell.stdin
+
+        def add(worker: Worker) -> None:
+            with contextlib.suppress(BrokenPipeError):
+                lines.write(f"{worker.process.pid}\n".encode())
+                lines.flush()
+
+        try:
+            yield add
+        finally:
+            shell.kill()  # the ranks have ended

@@ -27,7 +27,7 @@ from ..monitor.signals import KILLED, OUTSIDE, Interrupts
 from ..world.topology import Topology
 from . import stores
 from .plan import Entry, LaunchPlan
-from .process import UNGUARDED, Worker, packed, start, value_of
+from .process import UNGUARDED, Worker, guard, packed, start, value_of
 from .stores import Endpoint
 
 GRACE_S = 2.0
@@ -88,10 +88,11 @@ class Supervisor:
 
         Raises `RunError` after a second signal.
         """
-        with self._interrupts:
+        with self._interrupts, guard() as add:
             try:
                 for place in places:
                     self._workers.append(worker := start(place, payload, endpoint, dict(self.notes)))
+                    add(worker)
                     if self._interrupts.asked:
                         worker.send(signal.SIGTERM)
                 return self._watch()
