@@ -175,7 +175,7 @@ def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path, monkeypatch:
     def command(cell: Cell, folder: Path) -> Words:
         return ("run", "--accelerator", "cpu", "--output", str(folder), str(tmp_path / f"{cell.name}.py"), "ignored")
 
-    plan = rounds.Plan(budget_s=90.0, width=1.0, steps=8)
+    plan = rounds.Plan(90.0, steps=8)
     hangs, trains = rounds.run(cells, command, tmp_path / "found", plan, print)
     assert hangs.failed.startswith("it was ended after 45 s; ")
     assert trains.races, "the time that the other took is not its"

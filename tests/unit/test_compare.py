@@ -75,6 +75,7 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
     ("words", "told"),
     [
         ("digits --budget soon", "give a time, such as 90s, 5m or 1h"),
+        ("digits --budget 5s --vary lr=1,2,3", "too small for 3 variants: trying them and a race take 13 s on any"),
         ("digits --scaling other", "strong (one global batch) or weak"),
         ("digits --steps 0", "give a whole number of 1 or more"),
         ("measured 5 eval", "run or train"),
@@ -561,29 +562,34 @@ def test_turns_time_each_step_of_an_epoch_as_often(step_s: float, epoch: int | N
     assert 0.1 <= steps * step_s + 1e-9 < 0.1 + 4 * step_s
 
 
-def test_a_budget_that_holds_no_race_is_refused_and_what_was_tried_is_kept(tmp_path: Path) -> None:
-    cells = [Cell(name=name, flags=()) for name in "ab"]
-    for cell in cells:  # made before, by a command that was stopped
-        run = _run(tmp_path / cell.name / "trial" / "run")
-        (run / "steps.jsonl").write_text('{"event": "start", "plan": {}, "steps_per_epoch": 3}\n')
-        measured = {"step_s": [0.1] * 4, "peak_memory_bytes": {"host": 1, "device": None}}
-        (run.parent / "trial.json").write_text(
-            json.dumps(vars(Trial(told=measured, seconds=50.0, to_first_step_s=1.0)))
-        )
-    plan = rounds.Plan(budget_s=101, width=0.02)
-    with pytest.raises(RequestError, match=r"--budget 101s is too small: trying each variant took 100 s, and a race"):
-        rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, plan, lambda _: None)
+def tried(cell: Cell, folder: Path, seconds: float) -> None:
+    """Leave the trial of a variant as an earlier command does."""
+    run = _run(folder / cell.name / "trial" / "run")
+    (run / "steps.jsonl").write_text('{"event": "start", "plan": {}, "steps_per_epoch": 3}\n')
+    told = {"step_s": [0.1] * 4, "peak_memory_bytes": {"host": 1, "device": None}}
+    trial = Trial(told=told, seconds=seconds, to_first_step_s=1.0)
+    (run.parent / "trial.json").write_text(json.dumps(vars(trial)))
 
 
-def test_a_budget_that_does_not_hold_the_trials_is_refused_before_all_are_made(tmp_path: Path) -> None:
+def test_a_budget_that_holds_no_race_is_refused_as_soon_as_that_is_known(tmp_path: Path) -> None:
     cells = [Cell(name=name, flags=()) for name in "abc"]
-    (tmp_path / "a" / "trial").mkdir(parents=True)
-    (tmp_path / "a" / "trial" / "trial.json").write_text(json.dumps(vars(Trial(told={}, seconds=20.0))))
-    with pytest.raises(RequestError, match="--budget 50s is too small: trying 1 of 3 variants took 20 s; give 300s"):
-        rounds.run(
-            cells,
-            lambda cell, folder: ("no-such-verb",),
-            tmp_path,
-            rounds.Plan(budget_s=50, width=0.02),
-            lambda _: None,
-        )
+    for cell in cells[:2]:
+        tried(cell, tmp_path, 20.0)
+
+    def refused(cells: Sequence[Cell], budget_s: float) -> str:
+        said: list[str] = []
+        with pytest.raises(RequestError) as found:
+            rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, rounds.Plan(budget_s), said.append)
+        assert said == [], "no other variant was tried"
+        return str(found.value)
+
+    sentence = refused(cells[:2], 41)
+    assert "--budget 41s is too small for 2 variants: trying them takes 40 s, and a race 11 s at least" in sentence
+    assert f"--output {tmp_path}, which keeps what was tried" in sentence
+    assert "too small for 3 variants: trying them takes 60 s, and a race 16 s at least; give 1" in refused(cells, 72)
+
+
+def test_times_below_a_nanosecond_are_rounding() -> None:
+    told = {"step_s": [0.3], "phase_s": {"data": 0.1, "forward": 0.2}}
+    assert rows._parts_of(told) == dict(zip(rows.PARTS, (0.1, 0.2, 0.0, 0.0, 0.0), strict=True))
+    assert "-" not in f"{rows._parts_of(told)}"

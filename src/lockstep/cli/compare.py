@@ -100,8 +100,9 @@ def main(given: list[str]) -> int:
     if "--vary" not in asked:
         cells = [each for each in cells if not each.why_not]  # the others were not requested
     steps = whole_number("--steps", asked.get("--steps"))
-    plan = rounds.Plan(budget_s=_seconds(asked.get("--budget", "2m")), width=0.02, steps=steps)
+    plan = rounds.Plan(_seconds(asked.get("--budget", "2m")), steps)
     aim = _aim(asked, base.seed, varied, is_script=job.is_script)
+    rounds.check_budget(plan, sum(not each.why_not for each in cells))
     listed = [{"name": each.name, "flags": list(each.flags)} for each in cells]
     folder = job.folder("comparison", {"cells": listed, "steps": steps})
     screen = Screen(stderr=True)

@@ -299,7 +299,8 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         # What each cause adds to the ideal step, taken in one after the other.
         free_s, instant_s = (timeline.step_s(profile, devices, network) for network in (FREE, middle.instant()))
         stages = [one_s / devices, profile.step_s, free_s, instant_s, step_s]
-        losses_s = {name: b - a for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
+        # A difference below a nanosecond is rounding; + 0.0 turns -0.0 into 0.0.
+        losses_s = {name: round(b - a, 9) + 0.0 for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
         if job.on_gpu and devices <= cluster.per_node:
             dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
     rate, bytes_a_step = job.batch * grown / step_s, profile.bytes_a_step if devices > 1 else 0

@@ -29,8 +29,11 @@ from .records import Record
 from .trials import Trial
 
 _FEWEST = 4  # races before an interval may be called narrow
+_WIDTH = 0.02  # half an interval, relative to its ratio, that is narrow enough
 _TURN_S, _TURNS = 0.1, (12, 400)  # expected seconds of a turn; the least and the most turns of a race
 _LEAST_LIMIT_S, _START_S = 60.0, 300.0  # at least, for a trial, and for variants to come to their first turn
+_LEAST_S = (1.5, 1.0)  # of a trial on any machine: the start of Python and torch, and the warm-up
+_USUAL_S = 20.0  # for a variant's trial and races, usually
 _MEMORY = 0.7  # share of the free memory that variants may hold at the same time
 _TRIAL = "trial"
 _UNTRIED = Trial(told={}, seconds=0.0)
@@ -111,12 +114,11 @@ class Series:
         return steps.times(self.batch / other.batch)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plan:
-    """When races end. The budget (trials included) is used, or ratios are known."""
+    """The limits of a comparison."""
 
-    budget_s: float
-    width: float  # half an interval, relative to its ratio, that is narrow enough
+    budget_s: float  # of trials and races
     steps: int | None = None  # timed steps of a trial; None for as many as fill its time
 
 
@@ -147,13 +149,7 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
         groups = [[each] for each in living]
     spent_s = sum(each.trial.seconds for each in living)
     start_s, turn_s = sum(map(_start_s, groups)), sum(each.turn_s for each in living)
-    least_s = start_s + _TURNS[0] * turn_s
-    if spent_s + least_s > plan.budget_s:
-        raise RequestError(
-            f"--budget {plan.budget_s:.0f}s is too small: trying each variant took {spent_s:.0f} s, and a race takes "
-            f"{least_s:.0f} s at least; give {math.ceil(spent_s + _FEWEST * least_s)}s for {_FEWEST} races, and "
-            f"--output {shown(folder)}, which keeps what was tried."
-        )
+    _check(plan, len(living), spent_s, start_s + _TURNS[0] * turn_s, folder)
     # As long as the starts take: more turns reduce the error from turns, more races that from starts.
     races_s = (plan.budget_s - spent_s) / _FEWEST
     # A single remaining variant has no ratio: only its rate is reported.
@@ -162,7 +158,7 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
     number = 0
     while groups and (number == 0 or spent_s + start_s + turns * turn_s <= plan.budget_s):
         width = _widest(living)
-        if number >= _FEWEST and (width <= plan.width or len(living) == 1):
+        if number >= _FEWEST and (width <= _WIDTH or len(living) == 1):
             break
         number += 1
         known = f", ratios known to ±{width:.1%}" if width < 1 and len(living) > 1 else ""
@@ -171,6 +167,26 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
         groups = [alive for group in groups if (alive := [each for each in group if not each.failed])]
         living = [each for group in groups for each in group]
     return series
+
+
+def check_budget(plan: Plan, count: int) -> None:
+    """Raise `RequestError` for a budget in which no machine tries so many variants and runs a race of them."""
+    least_s = count * sum(_LEAST_S) + _LEAST_S[0] + _TURNS[0] * _TURN_S * count
+    if least_s > plan.budget_s:
+        raise RequestError(
+            f"--budget {plan.budget_s:.0f}s is too small for {counted(count, 'variant')}: trying them and a race take "
+            f"{least_s:.0f} s on any machine; give {count * _USUAL_S:.0f}s, or fewer variants."
+        )
+
+
+def _check(plan: Plan, count: int, trials_s: float, race_s: float, folder: Path) -> None:
+    """Raise `RequestError` where so many variants' trials and the shortest race take longer than the budget."""
+    if trials_s + race_s > plan.budget_s:
+        raise RequestError(
+            f"--budget {plan.budget_s:.0f}s is too small for {counted(count, 'variant')}: trying them takes "
+            f"{trials_s:.0f} s, and a race {race_s:.0f} s at least; give {math.ceil(trials_s + _FEWEST * race_s)}s for "
+            f"{_FEWEST} races, and --output {shown(folder)}, which keeps what was tried."
+        )
 
 
 def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) -> list[Series]:
@@ -183,12 +199,12 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
         own_folder(each.folder)
         words = (str(plan.steps or 0), *command(each.cell, path / trials.RUN))
         each.trial = trials.measure(name, path, words, limit_s=limit_s)
-        known = [before.trial.seconds for before in able[:number] if not before.trial.failed]
-        if known and (all_s := statistics.fmean(known) * (len(able) - number) + sum(known)) > plan.budget_s:
-            raise RequestError(
-                f"--budget {plan.budget_s:.0f}s is too small: trying {number} of {counted(len(able), 'variant')} took "
-                f"{sum(known):.0f} s; give {math.ceil((1 + _FEWEST) * all_s)}s, or fewer variants."
-            )
+        tried = [before for before in able[:number] if not before.failed]
+        if tried:
+            count = len(tried) + len(able) - number
+            factor = count / len(tried)
+            race_s = max(each.start_s for each in tried) + factor * _TURNS[0] * sum(each.turn_s for each in tried)
+            _check(plan, count, factor * sum(each.trial.seconds for each in tried), race_s, each.folder.parent)
     living = [each for each in able if not each.failed]
     if not living:
         first, what = series[0], counted(len(series), "variant")

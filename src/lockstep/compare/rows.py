@@ -144,7 +144,7 @@ def _parts_of(told: dict[str, Any]) -> dict[str, float]:
         found["compute"] -= outside
         found["communication"] += outside
     found["rest"] += step_s - sum(found.values())
-    return found
+    return {part: max(0.0, round(seconds, 9)) for part, seconds in found.items()}  # below a nanosecond is rounding
 
 
 def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
