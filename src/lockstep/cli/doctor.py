@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import groupby
@@ -37,8 +36,8 @@ and leaves no files.
   --data-dir FOLDER
                   the folder of its data, if it already exists
 
-The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. After
---stall-timeout seconds (default here: 30), a silent rank counts as failed.
+The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. What gives
+no answer within --stall-timeout seconds (default here: 30) has failed.
 
 Exit code: 0 a job can run (nothing is red), 1 no job can run, 2 the request cannot be honoured.
 """
@@ -51,7 +50,6 @@ _MEANINGS = {
     "yellow": "a job can run; what is yellow costs speed or is a risk",
     "green": "a job can run",
 }
-_ALIKE = 3  # green lines of one name that are shown, where many hosts give as many
 
 
 def main(given: list[str]) -> int:
@@ -111,22 +109,17 @@ def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, to
     screen, several = Screen(), len(set(hosts)) > 1
     where = counted(len(set(hosts)), "host") if several else hosts[0]
     screen.say((f"{counted(len(hosts), 'rank')} on {where}, {accelerator}", "dim"))
-    shown: Counter[str] = Counter()
-    for group, members in groupby(findings, key=lambda each: each.group):
+    for group, members in groupby(findings, key=lambda finding: finding.group):
         screen.say((group, "bold"))
-        for each in members:
-            shown[each.name] += each.state == "green"
-            if each.state == "green" and shown[each.name] > _ALIKE:
-                continue
-            on = list(dict.fromkeys(hosts[rank] for rank in each.ranks)) if several else []
+        for finding in members:
+            on = list(dict.fromkeys(hosts[rank] for rank in finding.ranks)) if several else []
             at = f" (on {', '.join(on[:3])}{' …' * bool(on[3:])})" if on else ""
-            state = (f"  {each.state:<9}", _STYLES[each.state])
-            screen.say(state, f" {each.name:<18} {each.words}", (at, "dim"))
-            if each.fix:
-                screen.say(" " * 31, ("fix: ", "bold"), each.fix)
-    count, worst = Counter(each.state for each in findings), verdict(findings)
-    counts = ", ".join(f"{count[state]} {state}" for state in _STYLES if count[state])
-    screen.say((worst, _STYLES[worst]), f": {_MEANINGS[worst]} ({counts}; {took_s:.1f} s)")
+            state = (f"  {finding.state:<9}", _STYLES[finding.state])
+            screen.say(state, f" {finding.name:<18} {finding.words}", (at, "dim"))
+            if finding.fix:
+                screen.say(" " * 31, ("fix: ", "bold"), finding.fix)
+    worst = verdict(findings)
+    screen.say((worst, _STYLES[worst]), f": {_MEANINGS[worst]} ({took_s:.1f} s)")
 
 
 def verdict(findings: Sequence[Finding]) -> str:

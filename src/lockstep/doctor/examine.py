@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import hardware
-from ..config.schema import RunConfig
+from ..config.schema import ParallelConfig, RunConfig
 from ..launchers import hosts, rank
 from ..launchers.devices import visible_gpus
 from ..world.topology import Topology
-from .finding import RED, UNCHECKED, Finding, Probe, look, merged
+from .finding import RED, UNCHECKED, Finding, Probe, found, look, merged
 
 if TYPE_CHECKING:
     import torch
@@ -55,44 +55,61 @@ class Examination:
 
     def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
         """Run all probes, and return the report (*collective*)."""
-        # Here, since they import torch, and the process that starts ranks does not.
+        # Here, since it imports torch, and the process that starts ranks does not.
+        from .together import SilentRankError
+
+        findings, names = list[Finding](), ["?"] * topology.size
+        try:
+            self._examine(config.parallel, topology, device, store, findings, names)
+        except SilentRankError as error:
+            fix = "see whether it was stopped, and what its host is busy with; end it before a job starts"
+            findings.append(found("collectives", "ranks", str(error).removesuffix("."), fix, bad=RED))
+            if topology.is_main:
+                self.tell(Report(tuple(merged(findings)), tuple(names), device.type))
+            raise
+        return Report(tuple(merged(findings)), tuple(names), device.type)
+
+    def _examine(
+        self,
+        parallel: ParallelConfig,
+        topology: Topology,
+        device: torch.device,
+        store: Store,
+        findings: list[Finding],
+        names: list[str],
+    ) -> None:
+        """Add to the `findings`, and replace the `names` by those of the ranks' hosts."""
         from .._torch import PrefixStore
         from . import alone, together
 
-        parallel, is_cpu = config.parallel, device.type == "cpu"
-        seen = hardware.survey(visible_gpus())
-        interface = rank.bound()
-        address = alone.address_of(interface, topology.address or hosts.ANYWHERE)
+        seen, interface, is_cpu = hardware.survey(visible_gpus()), rank.bound(), device.type == "cpu"
+        addresses = hosts.interfaces().get(interface) or hosts.own_addresses(topology.address or hosts.ANYWHERE)
+        address = next(iter(addresses), "127.0.0.1")  # a laptop without a network
         board = together.Board(PrefixStore("doctor", store), topology.rank, topology.size, parallel.stall_timeout)
         limit_s = _PROBE_PART * board.patience_s
         probes: list[tuple[str, str, Probe]] = []
         if not is_cpu:
             chosen = list(parallel.gpu_indices or range(len(seen.gpus)))[: parallel.devices]
             own = chosen if parallel.drives_all else [device.index]
-            probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(at, seen.gpus[at]) for at in own]))
+            probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(index, seen.gpus[index]) for index in own]))
         if topology.local_rank == 0:
-            gpus, several = len(seen.gpus), topology.nodes > 1
+            gpus, by_name = len(seen.gpus), topology.nodes > 1 and not interface
             probes += [
                 ("host", "host", lambda: alone.host(topology, is_cpu)),
                 ("devices", "GPUs", lambda: alone.usable_gpus(gpus, chosen_cpu=self.chosen_cpu)),
-                ("network", "interface", lambda: alone.network(address, is_chosen=bool(interface), others=several)),
+                ("network", "interface", lambda: alone.network(address, by_name=by_name)),
                 ("disk", "data", lambda: alone.data(self.data) if self.data else ()),
             ]
-        looked = [each for group, name, probe in probes for each in look(group, name, probe, limit_s)]
-        told = board.all("host", [socket.gethostname(), alone.versions(seen.driver)])
-        names = [told[at][0] if at in told else "?" for at in range(topology.size)]
-        findings = [*alone.judge_versions({at: versions for at, (_, versions) in told.items()})]
-        findings += board.findings("what each found", looked)
+        looked = [finding for group, name, probe in probes for finding in look(group, name, probe, limit_s)]
+        names[:], versions = zip(*board.all("host", [socket.gethostname(), alone.versions(seen.driver)]), strict=True)
+        findings += alone.judge_versions(versions)
+        findings += board.findings("looked", looked)
+        findings += together.folder(self.output, board, limit_s)
         findings.append(reached := together.reach(address, board, names))
-        if topology.size > 1 and not board.absent and reached.state != RED:
-            computed = together.compute(topology, device, store, board, parallel.collectives)
-            findings += together.judge(computed, names) if not board.absent else []
+        if topology.size > 1 and reached.state != RED:
+            findings += together.judge(together.compute(topology, device, store, board, parallel.collectives), names)
         else:
-            single = "one rank; lockstep doctor --devices 2 starts two"
-            why = "not all ranks are reached" if topology.size > 1 else single
+            why = (
+                "not all ranks are reached" if topology.size > 1 else "one rank; lockstep doctor --devices 2 starts two"
+            )
             findings.append(Finding("collectives", "all-reduce", UNCHECKED, f"not tried: {why}"))
-        findings += [*together.folder(self.output, board, limit_s), *board.absent.values()]
-        report = Report(tuple(merged(findings)), tuple(names), device.type)
-        if topology.is_main and board.absent:
-            self.tell(report)
-        return report

@@ -48,20 +48,15 @@ def found(
 
 
 def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW) -> list[Finding]:
-    """Return the findings of `probe`; add one if `probe` raises or hangs.
-
-    A probe that hangs, as on a network disk whose server has gone, stays in a thread; its finding's state is `hung`.
-    """
-    findings: list[Finding] = []
+    """Return the findings of `probe`, or one of state `hung` if it hangs, as on a network disk without a server."""
     try:
-        within(limit_s, lambda: findings.extend(probe()), f"doctor {name}")
+        return within(limit_s, lambda: list(probe()), f"doctor {name}")
     except Late:
         fix = "find out what hangs: a network disk, a name server, a driver, an import"
         return [found(group, name, f"the system gave no answer within {limit_s:g} s", fix, bad=hung)]
     except Exception as error:
         fix = "look by hand: whether it keeps a job from running is not known"
-        findings.append(found(group, name, f"it could not be looked at: {one_line(error)}", fix))
-    return findings
+        return [found(group, name, f"it could not be looked at: {one_line(error)}", fix)]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
@@ -69,9 +64,9 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     ranks: dict[Finding, set[int]] = {}
     for finding in findings:
         ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
-    names = list(dict.fromkeys(each.name for each in ranks))
-    alike = [replace(each, ranks=tuple(sorted(found_by))) for each, found_by in ranks.items()]
-    return sorted(alike, key=lambda each: (GROUPS.index(each.group), names.index(each.name), each.ranks))
+    names = list(dict.fromkeys(finding.name for finding in ranks))
+    alike = [replace(finding, ranks=tuple(sorted(found_by))) for finding, found_by in ranks.items()]
+    return sorted(alike, key=lambda finding: (GROUPS.index(finding.group), names.index(finding.name), finding.ranks))
 
 
 def shown(number: float, unit: str) -> str:

@@ -1,4 +1,4 @@
-"""Joint findings of ranks: absent ranks, closed ports, wrong or slow sums.
+"""Joint findings of ranks: silent ranks, closed ports, slow sums, changed bytes.
 
 Ranks exchange them through torch's store: a process group is of no use after one rank has stayed away from a
 collective. Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: the load of each link of a ring, which does not
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import PrefixStore, Store
-from ..errors import RunError
+from ..errors import RunError, ranks_in_short
 from ..launchers.rank import close_soon
 from ..monitor import bounded
 from ..monitor.failures import RankLostError, is_echo, one_line
@@ -34,7 +34,6 @@ from ..world.world import World
 from . import alone
 from .finding import KIB, MIB, RED, UNCHECKED, Finding, found, look, shown
 
-_LOOK_S = 0.02
 _CONNECT_S = 3.0
 """For one connection: a network of the whole earth answers in a third of a second, a firewall that drops, never."""
 _AT_ONCE, _NAMED = 32, 4
@@ -50,89 +49,55 @@ _BESIDE = {"cpu": (MIB, 256), "cuda": (16 * MIB, 2048)}
 """(bytes, size of square matrices) of an all-reduce and of the computation beside it."""
 _BESIDE_RUNS = 7
 _MOST_S = 1.0  # for one size: as often as that allows; where once would be too long, it and those above are left out
-_PATTERN, _WEIGHTS = 127, 64  # small enough that the sum over 4,000 ranks is a whole number that float32 holds
+
+
+class SilentRankError(RunError):
+    """Ranks posted nothing in time."""
 
 
 class Board:
     """The ranks' posts, topic by topic, in the same order on each."""
 
     def __init__(self, store: Store, rank: int, size: int, patience_s: float) -> None:
-        """After `patience_s` the others go on without a rank."""
+        """After `patience_s` a probe of all ranks has failed; after twice that, a rank that posts nothing."""
         self.rank, self.size, self.patience_s = rank, size, patience_s
-        self.absent: dict[int, Finding] = {}
-        """Ranks that fell silent, each with its finding."""
-        self._hears_s = 2 * patience_s + 1  # rank 0 may itself have waited for a rank
-        self._keys = Keys(store, "board", limit_s=self._hears_s)
+        self._keys = Keys(store, "board", limit_s=patience_s)
 
-    def all(self, topic: str, mine: Any) -> dict[int, Any]:
-        """Post `mine`; return the posts of all present ranks under `topic` (*collective*).
+    def all(self, topic: str, mine: Any) -> list[Any]:
+        """Post `mine`; return the posts of all ranks under `topic` (*collective*).
 
-        Raises `RunError` on a rank that the others have given up, or that rank 0 has left alone.
+        Raises `SilentRankError` for ranks without a post, and `RankLostError` where the store has gone.
         """
+        places = [f"{topic}/{rank}" for rank in range(self.size)]
         try:
-            self._keys.write(f"{topic}/{self.rank}", json.dumps(mine))
-            if self.rank == 0:  # which alone decides who is absent
-                deadline = time.monotonic() + self.patience_s
-                came = [each for each in range(self.size) if each not in self.absent]
-                came = [each for each in came if self._comes(f"{topic}/{each}", deadline)]
-                told = [(each, json.loads(self._keys.read(f"{topic}/{each}"))) for each in came]
-                self._keys.write(f"{topic}/all", json.dumps(told))
-            elif not self._comes(f"{topic}/all", time.monotonic() + self._hears_s):
-                raise TimeoutError
-            everyone: dict[int, Any] = dict(json.loads(self._keys.read(f"{topic}/all")))
-        except (RuntimeError, TimeoutError) as error:  # the store's own: its server has gone, or rank 0
+            self._keys.write(places[self.rank], json.dumps(mine))
+            posts = self._keys.await_all(places, 2 * self.patience_s)
+            silent = [] if posts else [rank for rank, place in enumerate(places) if not self._keys.check([place])]
+        except RuntimeError as error:
             gone = "rank 0, or the agent that serves the store, ended or was stopped"
             raise RankLostError(f"Rank {self.rank}: {gone} during {topic}: its own message says why.") from error
-        for silent in set(range(self.size)) - everyone.keys() - self.absent.keys():
-            words = f"rank {silent} fell silent at {topic}, and was waited for {self.patience_s:g} s"
-            fix = "see whether it was stopped, and what its host is busy with; end it before a job starts"
-            self.absent[silent] = found("collectives", "ranks", words, fix, bad=RED)
-        if self.rank in self.absent:
-            raise RunError(
-                f"Rank {self.rank} came to {topic} more than {self.patience_s:g} s late, and the others went on "
-                "without it: it was stopped, or its host is overloaded."
-            )
-        return everyone
+        if not posts:
+            waited = f"within {2 * self.patience_s:g} s"
+            raise SilentRankError(f"{ranks_in_short(silent)} fell silent at {topic}: no answer {waited}.")
+        return [json.loads(post) for post in posts]
 
     def findings(self, topic: str, mine: Iterable[Finding]) -> list[Finding]:
         """Return the findings of all ranks, each as that rank's (*collective*)."""
-        told = self.all(topic, [asdict(each) for each in mine])
-        return [Finding(**{**each, "ranks": (rank,)}) for rank, theirs in told.items() for each in theirs]
-
-    def _comes(self, key: str, deadline: float) -> bool:
-        while not (has_come := self._keys.check([key])) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-        return has_come
+        posts = self.all(topic, [asdict(finding) for finding in mine])
+        return [Finding(**{**fields, "ranks": (rank,)}) for rank, post in enumerate(posts) for fields in post]
 
 
 def reach(address: str, board: Board, names: Sequence[str]) -> Finding:
     """Return whether ranks reach one another; this one is at `address` (*collective*)."""
-    with listening(address) as place:
-        told = board.all("ports", place)
-        others = [rank for rank in told if rank != board.rank]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            troubles = [*pool.map(lambda rank: visit(*told[rank]), others)]
-        rows = board.all("visits", [*zip(others, troubles, strict=True)])
-    visits = {(start, end): trouble for start, row in rows.items() for end, trouble in row}
-    return judge_visits(visits, {rank: where for rank, (where, _) in told.items()}, names)
-
-
-@contextlib.contextmanager
-def listening(address: str) -> Iterator[tuple[str, int]]:
-    """Accept connections at `address` within the block; yield address and port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
-
-        def answer() -> None:  # a host's own limit of the backlog may be below the number of ranks
-            with contextlib.suppress(OSError):
-                while True:
-                    server.accept()[0].close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        try:
-            yield server.getsockname()[:2]
-        finally:
-            server.shutdown(socket.SHUT_RDWR)  # ends accept, which closing does not
+        places = board.all("ports", server.getsockname()[:2])
+        others = [rank for rank in range(board.size) if rank != board.rank]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            obstacles = [*pool.map(lambda rank: visit(*places[rank]), others)]
+        rows = board.all("visits", [*zip(others, obstacles, strict=True)])
+    visits = {(start, end): obstacle for start, row in enumerate(rows) for end, obstacle in row}
+    return judge_visits(visits, [host for host, _ in places], names)
 
 
 def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:
@@ -146,7 +111,7 @@ def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:
     return ""
 
 
-def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Mapping[int, str], names: Sequence[str]) -> Finding:
+def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Sequence[str], names: Sequence[str]) -> Finding:
     """Return the finding on the visits {(from rank, to rank): trouble}."""
     if not visits:
         return Finding("network", "ports", UNCHECKED, "one rank: nobody to reach")
@@ -164,7 +129,7 @@ def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Mapping[int, 
     return found("network", "ports", "; ".join(blocked[:_NAMED]) + more, fix, bad=RED)
 
 
-def compute(topology: Topology, device: torch.device, store: Store, board: Board, collectives: str) -> dict[int, Any]:
+def compute(topology: Topology, device: torch.device, store: Store, board: Board, collectives: str) -> list[Any]:
     """Return each rank's results of computing together, for `judge` (*collective*).
 
     `collectives` says how CPU tensors are to be exchanged.
@@ -191,26 +156,23 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
         mine = bounded.within(limit_s, work, "all-reduce")
     except Exception as error:  # a rank that waits for another, or has lost it, knows less than that one
         mine = {"error": one_line(error), "is_echo": isinstance(error, bounded.Late) or is_echo(error)}
-    told = board.all("all-reduce", mine)
+    results = board.all("all-reduce", mine)
     for world in worlds:
         close_soon(world)
-    return told
+    return results
 
 
-def _measure(world: World) -> list[tuple[int, float, int]]:
-    """Return (bytes, slowest rank's mean s, wrong elements here) by size (*collective*)."""
-    measured: list[tuple[int, float, int]] = []
-    weight = sum(rank % _WEIGHTS + 1 for rank in range(world.size))
+def _measure(world: World) -> list[tuple[int, float]]:
+    """Return (bytes, slowest rank's mean s of an all-reduce) by size (*collective*)."""
+    measured: list[tuple[int, float]] = []
     for size_bytes, runs in _SIZES[world.device.type].items():
         if size_bytes > MIB:
             runs = min(runs, int(_MOST_S / (measured[-1][1] * size_bytes / measured[-1][0])))
         if not runs:
             break
-        pattern = torch.arange(size_bytes // 4, dtype=torch.float32, device=world.device) % _PATTERN + 1
-        total = world.sum(pattern * (world.rank % _WEIGHTS + 1))
-        wrong = int((total != pattern * weight).sum())
-        total.zero_()
-        measured.append((size_bytes, _slowest_s(world, partial(world.sum_, total), runs), wrong))
+        tensor = torch.zeros(size_bytes // 4, device=world.device)
+        world.sum_(tensor)
+        measured.append((size_bytes, _slowest_s(world, partial(world.sum_, tensor), runs)))
     return measured
 
 
@@ -269,33 +231,30 @@ def _slowest_s(world: World, work: Callable[[], object], runs: int) -> float:
     return float(world.max(torch.tensor(fmean(times), device=world.device)))
 
 
-def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings on `told`, from `compute`; `names` are the ranks' hosts."""
-    failures = {at: each for at, each in told.items() if "error" in each}
-    causes = {at: each for at, each in failures.items() if not each["is_echo"]} or failures
-    for at, each in causes.items():
+def judge(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[Finding]:
+    """Yield findings on the ranks' `results` of `compute`; `names` are their hosts."""
+    failures = {rank: result for rank, result in enumerate(results) if "error" in result}
+    causes = {rank: result for rank, result in failures.items() if not result["is_echo"]} or failures
+    for rank, result in causes.items():
         fix = "see what that rank printed; NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL make it say more"
-        yield found("collectives", "all-reduce", f"rank {at} ({names[at]}): {each['error']}", fix, bad=RED)
+        yield found("collectives", "all-reduce", f"rank {rank} ({names[rank]}): {result['error']}", fix, bad=RED)
     if failures:
         return
-    yield found("collectives", "all-reduce", told[0]["way"])
-    for index, (size_bytes, time_s, _) in enumerate(told[0]["rows"]):
-        words, fix = shown(time_s, "s"), ""
-        if size_bytes >= KIB:
-            words += f", bus {shown(2 * (len(told) - 1) / len(told) * size_bytes / time_s, 'bytes/s')}"
-        if wrong := {at: each["rows"][index][2] for at, each in told.items() if each["rows"][index][2]}:
-            named = ", ".join(f"{count:,} on rank {at} ({names[at]})" for at, count in wrong.items())
-            words = f"elements of the sum are wrong: {named}"
-            fix = "let no job run with these: test the hosts' memory and network cards, GPUs by nvidia-smi -q -d ECC"
-        name = f"all-reduce {shown(size_bytes, 'bytes')}"
-        yield found("collectives", name, words, fix, bad=RED, value=time_s, unit="s")
-    name, gather_s = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}", told[0]["gather_s"]
+    yield found("collectives", "all-reduce", results[0]["way"])
+    for size_bytes, time_s in results[0]["rows"]:
+        rate = 2 * (len(results) - 1) / len(results) * size_bytes / time_s
+        words = shown(time_s, "s") + (f", bus {shown(rate, 'bytes/s')}" if size_bytes >= KIB else "")
+        yield found("collectives", f"all-reduce {shown(size_bytes, 'bytes')}", words, value=time_s, unit="s")
+    name, gather_s = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}", results[0]["gather_s"]
     yield found("collectives", name, shown(gather_s, "s"), value=gather_s, unit="s")
-    if (beside := told[0]["beside"]) is not None:
+    if (beside := results[0]["beside"]) is not None:
         words = f"{1 - beside:.0%} of the shorter one's time is gained"
         yield found("collectives", "computation beside all-reduce", words, value=beside, unit="s/s")
-    arrived = ((at, source) for at, each in told.items() for source in each["changed"])
-    pairs = ", ".join(f"rank {source} to rank {at} ({names[at]})" for at, source in arrived)
+    pairs = ", ".join(
+        f"rank {source} to rank {rank} ({names[rank]})"
+        for rank, each in enumerate(results)
+        for source in each["changed"]
+    )
     fix = "let no job run there: dmesg (Xid) and nvidia-smi -q tell more of a faulty card, seat or IOMMU (PCIe ACS)"
     words = f"they arrive with other bits: {pairs}" if pairs else "they arrive unchanged at each rank"
     yield found("collectives", "bytes sent", words, fix if pairs else "", bad=RED)
@@ -303,16 +262,14 @@ def judge(told: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> Iterat
 
 def folder(path: Path, board: Board, limit_s: float) -> list[Finding]:
     """Return findings on the output folder, of rank 0 and others (*collective*)."""
-    left: list[Path] = []
+    name = board.all("name", f".lockstep-doctor-{secrets.token_hex(8)}")[0]
+    findings = look("disk", "output", lambda: alone.output(path, name), limit_s, RED) if board.rank == 0 else []
+    is_red = any(finding.state == RED for finding in findings)
     try:
-        findings = look("disk", "output", lambda: alone.output(path, left), limit_s, RED) if board.rank == 0 else []
-        is_red = any(each.state == RED for each in findings)
-        written = board.all("output", None if is_red or not left else str(left[0]))[0]
-        if written is None or board.size == 1:
+        if board.all("output", is_red)[0] or board.size == 1:
             return findings
-        seen = look("disk", "shared", lambda: alone.shared(Path(written)), limit_s)
-        return findings + board.findings("shared", seen)
+        return findings + board.findings("shared", look("disk", "shared", lambda: alone.shared(path, name), limit_s))
     finally:
-        with contextlib.suppress(OSError):
-            for each in left:
-                each.unlink()
+        if board.rank == 0 and not is_red:
+            with contextlib.suppress(OSError):
+                (alone.existing(path) / name).unlink()
