@@ -66,6 +66,7 @@ class Case:
     has_accumulated_plain: bool
     """Whether it is also the reference under accumulation."""
     quick: bool
+    """Whether `make test` runs it, on two ranks."""
     needs_processes: bool = False
     """Whether ranks of a pool cannot run it: it starts data workers."""
     saves_by_epoch: bool = False

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
-from .common import FEATURES, checksum, descend, error, regression, trio
+from .common import checksum, descend, error, regression, trio
 
 
 def evaluate(session: Any, model: Any, test: Any) -> tuple[float, int]:
@@ -26,7 +22,7 @@ def evaluate(session: Any, model: Any, test: Any) -> tuple[float, int]:
 
 
 @loop("schedule", quick=True)
-@loop("swapped", "stopper", "score")
+@loop("swapped", "score")
 def code_after_an_evaluation(session: Any, how: str) -> Numbers:
     """Evaluate within a step, before its schedule, a swap of weights, or an object's update."""
     model, optimizer, loader = trio(session)
@@ -80,14 +76,11 @@ def copy_into(model: Any, values: list[Any]) -> None:
 
 
 @loop("epoch", "midst", "midst-step", quick=True)
-@loop("before", "twice", "fresh-loader", "training-loader")
 def evaluate_loop(session: Any, how: str) -> Numbers:
     """Evaluate at several places."""
     model, optimizer, loader = trio(session)
     test = DataLoader(regression(11), batch_size=4)
     numbers: Numbers = []
-    if how == "before":
-        numbers.extend(evaluate(session, model, test))
     for _ in session.epochs(2):
         for at, (x, y) in enumerate(loader):
             if how == "midst" and at == 2:
@@ -96,37 +89,15 @@ def evaluate_loop(session: Any, how: str) -> Numbers:
             descend(session, optimizer, loss)
             if how == "midst-step" and session.is_last and session.step % 3 == 0:
                 numbers.extend(evaluate(session, model, test))
-        if how in ("epoch", "twice"):
+        if how == "epoch":
             numbers.extend(evaluate(session, model, test))
-        if how == "twice":
-            numbers.extend(evaluate(session, model, DataLoader(regression(7), batch_size=2)))
-        if how == "fresh-loader":
-            numbers.extend(evaluate(session, model, DataLoader(regression(11), batch_size=4)))
-        if how == "training-loader":
-            numbers.extend(evaluate(session, model, loader))
     if how == "midst":
         numbers = numbers[-1:]
     return [checksum(model), *numbers]
 
 
-@loop("between-forward-and-backward")
-def evaluate_within_step(session: Any, how: str) -> Numbers:
-    """Evaluate between a batch's forward pass and its backward pass."""
-    model, optimizer, loader = trio(session)
-    test = DataLoader(regression(11), batch_size=4)
-    total = 0.0
-    for _ in session.epochs(2):
-        for at, (x, y) in enumerate(loader):
-            loss = error(model, x, y)
-            if at == 2:
-                total = evaluate(session, model, test)[0]
-            descend(session, optimizer, loss)
-    return [checksum(model)] if session.is_last and total else []
-
-
 @loop("list", quick=True)
 @loop("list-small", outcome=RIGHT | TOLD)
-@loop("list-first", "cycle")
 def evaluate_by_list(session: Any, how: str) -> Numbers:
     """Read the whole evaluation before computing."""
     model, optimizer, loader = trio(session)
@@ -136,16 +107,13 @@ def evaluate_by_list(session: Any, how: str) -> Numbers:
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
         batches = list(session.evaluating(test))
-        if how == "list-first":
-            batches = batches[::-1]
         total = sum(functional.mse_loss(model(x), y, reduction="sum").item() for x, y in batches)
         numbers.extend((session.sum(total), session.sum(sum(len(y) for _, y in batches))))
     return [checksum(model), *numbers]
 
 
-@loop("all", "all-islice", outcome=RIGHT | REFUSED)
+@loop("all", outcome=RIGHT | REFUSED)
 @loop("one", outcome=REFUSED, alone=RIGHT | REFUSED, quick=True)
-@loop("one-then-train", outcome=REFUSED, alone=RIGHT | REFUSED)
 def break_within_evaluation(session: Any, how: str) -> Numbers:
     """Leave an evaluation before its end, on all ranks or on one."""
     model, optimizer, loader = trio(session)
@@ -154,9 +122,9 @@ def break_within_evaluation(session: Any, how: str) -> Numbers:
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
         # No name holds the iterator, which ends with the loop.
-        for at, (x, _) in enumerate(itertools.islice(session.evaluating(test), 2 if how == "all-islice" else None)):
+        for at, (x, _) in enumerate(session.evaluating(test)):
             model(x)
-            if how != "all-islice" and at == 1 and (how == "all" or session.is_main):
+            if at == 1 and (how == "all" or session.is_main):
                 break
     return [checksum(model)]
 
@@ -165,7 +133,7 @@ def break_within_evaluation(session: Any, how: str) -> Numbers:
 @loop("log", outcome=REFUSED | RIGHT, alone=RIGHT)
 @loop("backward", "break", outcome=REFUSED, alone=RIGHT, accumulated=SKIPPED)
 @loop("loader", outcome=RIGHT | REFUSED, alone=RIGHT)
-@loop("print", "save", "state")
+@loop("print")
 @loop("score", "stop", "sum-last", outcome=REFUSED, alone=RIGHT)
 def main_rank_only(session: Any, how: str) -> Numbers:
     """Call something on rank 0 alone."""
@@ -202,11 +170,6 @@ def main_rank_only(session: Any, how: str) -> Numbers:
             session.print("epoch")
         elif how == "score":
             session.score(1.0)
-        elif how == "save":
-            with tempfile.TemporaryDirectory() as folder:
-                torch.save(model.state_dict(), Path(folder) / "model.pt")
-        elif how == "state":
-            sum(tensor.sum() for tensor in model.state_dict().values())
     if how == "sum-last" and session.is_main:
         session.sum(1.0)
     return [checksum(model)]
@@ -250,7 +213,6 @@ def early_stopping(session: Any, how: str) -> Numbers:
 
 
 @loop("predictions", "ragged", quick=True)
-@loop("sorted")
 def gather_predictions(session: Any, how: str) -> Numbers:
     """Gather predictions for a metric that is no mean."""
     model, optimizer, loader = trio(session)
@@ -268,59 +230,7 @@ def gather_predictions(session: Any, how: str) -> Numbers:
     return [checksum(model), *numbers]
 
 
-@loop("everywhere")
-@loop("zip", "nested", outcome=RIGHT | REFUSED)
-def evaluate_otherwise(session: Any, how: str) -> Numbers:
-    """Evaluate the whole set on each rank, two sets together, or one within another."""
-    model, optimizer, loader = trio(session)
-    one, two = DataLoader(regression(12), batch_size=4), DataLoader(regression(12), batch_size=4)
-    total = 0.0
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-        if how == "everywhere":
-            model.eval()
-            with torch.no_grad():
-                total += sum(error(model, x, y).item() for x, y in one)
-            model.train()
-        elif how == "zip":
-            for (x, y), (u, _) in zip(session.evaluating(one), session.evaluating(two), strict=True):
-                total += session.sum(((model(x) - y) * u[:, :1]).sum().item())
-        else:
-            for x, y in session.evaluating(one):
-                total += session.sum(functional.mse_loss(model(x), y, reduction="sum").item())
-                for u, v in session.evaluating(two):
-                    total += session.sum(functional.mse_loss(model(u), v, reduction="sum").item())
-    return [checksum(model), total]
-
-
-@loop("dropout-eval", "batchnorm", has_accumulated_plain=False)
-@loop("user-eval")
-def modes(session: Any, how: str) -> Numbers:
-    """Come back to training mode after an evaluation."""
-
-    def make() -> nn.Module:
-        middle: nn.Module = nn.BatchNorm1d(4) if how == "batchnorm" else nn.Dropout(0.0)
-        return nn.Sequential(nn.Linear(FEATURES, 4), middle, nn.Tanh(), nn.Linear(4, 1))
-
-    model, optimizer, loader = trio(session, make)
-    test = DataLoader(regression(11), batch_size=4)
-    total, trained = 0.0, 0
-    for _ in session.epochs(2):
-        model.train()
-        for at, (x, y) in enumerate(loader):
-            descend(session, optimizer, error(model, x, y))
-            if at == 1:
-                if how == "user-eval":
-                    model.eval()
-                total += evaluate(session, model, test)[0]
-                if how == "user-eval":
-                    model.train()
-            trained += model.training
-    return [checksum(model), float(trained > 0)]
-
-
-@loop("mean", "same-for-all", resumed=SKIPPED)
+@loop("mean", resumed=SKIPPED)
 @loop("nan", "apart", outcome=RIGHT | REFUSED | TOLD, resumed=SKIPPED)
 def scores(session: Any, how: str) -> Numbers:
     """Score the weights of each epoch."""
@@ -331,16 +241,6 @@ def scores(session: Any, how: str) -> Numbers:
         values = {"mean": -evaluate(session, model, DataLoader(regression(11), batch_size=4))[0], "nan": float("nan")}
         values["apart"] = float(session.rank * (epoch + 1))
         session.score(values.get(how, 1.0))
-    return [checksum(model)]
-
-
-@loop("without-loader", outcome=RIGHT | REFUSED, resumed=SKIPPED)
-def no_loader(session: Any, how: str) -> Numbers:
-    """Train on the whole data set, without a loader: each rank computes everything."""
-    model, optimizer, _ = trio(session)
-    x, y = regression().tensors
-    for _ in session.epochs(3):
-        descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
 
 

@@ -11,23 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
-from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, trio
+from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, train, trio
 
 Pair = tuple[Tensor, Tensor]
 
@@ -49,11 +44,10 @@ class Pool(Dataset[Pair]):
 
 @loop("grow", resumed=RIGHT | REFUSED, quick=True)
 @loop("shrink", outcome=RIGHT | TOLD, alone=RIGHT | TOLD, resumed=RIGHT | REFUSED)
-@loop("grow-shuffled", resumed=RIGHT | REFUSED, has_plain=False)
 def changing_length(session: Any, how: str) -> Numbers:
     """Add samples after each epoch, or take some away."""
     pool = Pool(24 if how == "shrink" else 12)
-    model, optimizer, loader = trio(session, data=pool, shuffle=how == "grow-shuffled")
+    model, optimizer, loader = trio(session, data=pool)
     for epoch in session.epochs(3):
         pool.count = 24 - 6 * epoch if how == "shrink" else 12 + 6 * epoch  # as a resumed run sets it, too
         for x, y in loader:
@@ -87,25 +81,18 @@ class Counting(Rotating):
     set_epoch = None  # type: ignore[assignment]
 
 
-@loop("weighted", "replacement", "subset", "generator", has_plain=False, quick=True)
+@loop("weighted", "generator", has_plain=False, quick=True)
 @loop("set-epoch")
 @loop("own-count", resumed=RIGHT | TOLD | REFUSED)
-@loop("sequential", "fewer")
 @loop("distributed", outcome=REFUSED)
-@loop("set-epoch-own-count", resumed=RIGHT | TOLD | REFUSED)
 def samplers(session: Any, how: str) -> Numbers:
     """Draw samples by a sampler."""
     data = regression()
     makers: dict[str, Any] = {
         "weighted": lambda: WeightedRandomSampler([1.0 + at % 3 for at in range(23)], 23),
-        "replacement": lambda: RandomSampler(data, replacement=True, num_samples=17),
-        "subset": lambda: SubsetRandomSampler(range(3, 20)),
         "generator": lambda: RandomSampler(data, generator=torch.Generator().manual_seed(3)),
         "set-epoch": lambda: Rotating(data, is_set=True),
-        "set-epoch-own-count": lambda: Rotating(data, is_set=False),
         "own-count": lambda: Counting(data, is_set=False),
-        "sequential": lambda: SequentialSampler(data),
-        "fewer": lambda: RandomSampler(range(1), num_samples=1),
         "distributed": lambda: DistributedSampler(data, num_replicas=1, rank=0),
     }
     sampler = makers[how]()
@@ -128,24 +115,18 @@ class Buckets(Sampler[list[int]]):
         return iter([list(range(start, min(23, start + 6))) for start in (18, 12, 6, 0)])
 
 
-@loop("buckets", "batches", outcome=RIGHT | REFUSED)
-@loop("unbatched", outcome=RIGHT | REFUSED)
+@loop("buckets", "unbatched", outcome=RIGHT | REFUSED)
 def batch_samplers(session: Any, how: str) -> Numbers:
     """Choose whole batches by a sampler, or give the loader batches that are ready."""
     data: Any = regression()
     options: dict[str, Any] = {"batch_sampler": Buckets()}
-    if how == "batches":
-        options = {"batch_sampler": BatchSampler(SequentialSampler(data), 6, drop_last=False)}
-    elif how == "unbatched":
+    if how == "unbatched":
         x, y = arrays(24)
         data, options = [*zip(x.split(6), y.split(6), strict=True)], {"batch_size": None}
     model = seeded(mlp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, **options))
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model)]
+    return train(session, (model, optimizer, loader))
 
 
 class Stream(IterableDataset[Pair]):
@@ -157,7 +138,7 @@ class Stream(IterableDataset[Pair]):
     def __iter__(self) -> Iterator[Pair]:
         pairs = [*zip(*self.arrays, strict=True)]
         start = 0
-        if self.how.startswith("counted"):
+        if self.how == "counted":
             start = 3 * self.epoch
             self.epoch += 1
         elif self.how == "grows":
@@ -171,33 +152,20 @@ class Stream(IterableDataset[Pair]):
                 return
 
 
-class Measured(Stream):
-    """The same, with a length."""
-
-    def __len__(self) -> int:
-        return 23
-
-
 @loop("plain", quick=True)
 @loop("endless", resumed=RIGHT | REFUSED)
-@loop("with-length", "drop-last")
-@loop("counted", "counted-with-length", "grows", resumed=RIGHT | TOLD | REFUSED)
+@loop("counted", "grows", resumed=RIGHT | TOLD | REFUSED)
 @loop("worker", outcome=RIGHT | REFUSED, needs_processes=True)
 def streams(session: Any, how: str) -> Numbers:
     """Read a stream, which may count its own epochs or never end."""
-    stream = (Measured if how.endswith("with-length") else Stream)(how)
-    options = {"num_workers": 1} if how == "worker" else {"drop_last": how == "drop-last"}
-    model, optimizer, loader = trio(session, data=stream, **options)
+    model, optimizer, loader = trio(session, data=Stream(how), num_workers=int(how == "worker"))
     if how == "endless":
         for x, y in limited(loader):
             descend(session, optimizer, error(model, x, y))
             if session.step == 9:
                 break
         return [checksum(model), session.step]
-    for _ in session.epochs(3):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
+    return [*train(session, (model, optimizer, loader), epochs=3), session.step]
 
 
 class Unreadable(Dataset[Any]):
@@ -221,16 +189,16 @@ def kept(batch: list[Pair | None]) -> Pair:
 
 
 @loop("dropped", quick=True)
-@loop("weighted", "first-dropped")
-@loop("emptied", "emptied-weighted", outcome=RIGHT | REFUSED)
+@loop("weighted")
+@loop("emptied", outcome=RIGHT | REFUSED)
 def unreadable_samples(session: Any, how: str) -> Numbers:
     """Drop samples in the collate function."""
-    missing = {"emptied": (2, 3, 4, 5), "first-dropped": (0, 6, 12, 18)}.get(how.split("-w")[0], (1, 2, 7, 20))
+    missing = (2, 3, 4, 5) if how == "emptied" else (1, 2, 7, 20)
     model, optimizer, loader = trio(session, data=Unreadable(missing), collate_fn=kept)
     for _ in session.epochs(2):
         for x, y in loader:
             loss = functional.mse_loss(model(x), y, reduction="sum") / max(1, len(y))
-            descend(session, optimizer, loss, **({"weight": len(y)} if how.endswith("weighted") else {}))
+            descend(session, optimizer, loss, **({"weight": len(y)} if how == "weighted" else {}))
     return [checksum(model)]
 
 
@@ -269,10 +237,7 @@ def mixed_samples(session: Any, how: str) -> Numbers:
     """Mix samples of a batch in the collate function."""
     collate = mixed if how == "pairs" else rolled
     model, optimizer, loader = trio(session, data=regression(24), batch=8, collate_fn=collate)
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model)]
+    return train(session, (model, optimizer, loader))
 
 
 def packed(batch: list[Tensor]) -> dict[str, Any]:
@@ -330,12 +295,9 @@ class Forms(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         x, y = self.arrays[0][index], self.arrays[1][index]
         forms: dict[str, Any] = {
-            "dict": {"x": x, "y": y},
             "nested": {"inputs": {"x": x}, "targets": [y]},
             "namedtuple": Named(x, y),
-            "list": [x, y],
             "numpy": (x.numpy(), y.numpy()),
-            "floats": (x.tolist(), y.tolist()),
         }
         return forms.get(self.how, Sample(x, y, str(index)))
 
@@ -351,11 +313,6 @@ def collate(how: str) -> Any:
             "encoding": Encoding(x=x, y=y, names=names),
             "strings": (names, y),
             "list-of-samples": samples,
-            "none": (x, None, y),
-            "tuple-of-lists": ([x, x.square()], [y]),
-            "list-of-tuples": list(zip(x, y, strict=True)),
-            "list-of-dicts": [{"x": one, "y": other} for one, other in zip(x, y, strict=True)],
-            "single-lists": ([x], [y]),
             "list-of-tensors": list(torch.cat([x, y], 1)),
         }
         return forms[how]
@@ -367,40 +324,24 @@ def unpacked(how: str, batch: Any) -> Pair:
     """Return inputs and targets of a batch of any form."""
     if how == "nested":
         return batch["inputs"]["x"], batch["targets"][0]
-    if how == "dict":
-        return batch["x"], batch["y"]
     if how in ("dataclass", "encoding", "namedtuple"):
         return batch.x, batch.y
     if how == "strings":
         return arrays()[0][[int(name) for name in batch[0]]], batch[1]
     if how == "list-of-samples":
         return torch.stack([sample.x for sample in batch]), torch.stack([sample.y for sample in batch])
-    if how == "none":
-        return batch[0], batch[2]
-    if how == "list-of-tuples":
-        return torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])
     if how == "list-of-tensors":
         rows = torch.stack(batch)
         return rows[:, :-1], rows[:, -1:]
-    if how == "list-of-dicts":
-        return torch.stack([one["x"] for one in batch]), torch.stack([one["y"] for one in batch])
-    if how in ("tuple-of-lists", "single-lists"):
-        return batch[0][0], batch[1][0]
-    if how == "floats":
-        return torch.stack(list(batch[0]), 1).double(), torch.stack(list(batch[1]), 1).double()
     return batch[0], batch[1]
 
 
-COLLATED = (
-    *("dataclass", "encoding", "strings", "list-of-samples", "none", "tuple-of-lists"),
-    *("list-of-tuples", "list-of-dicts", "single-lists", "list-of-tensors"),
-)
+COLLATED = ("dataclass", "encoding", "strings", "list-of-samples", "list-of-tensors")
 
 
-@loop("dict", "namedtuple", "dataclass", "strings", quick=True)
-@loop("nested", "list", "numpy", "floats", "encoding", "list-of-samples", "none", "tuple-of-lists")
-@loop("list-of-tuples", "list-of-dicts")
-@loop("single-lists", "list-of-tensors", outcome=RIGHT | REFUSED)
+@loop("nested", "dataclass", "strings", quick=True)
+@loop("namedtuple", "numpy", "encoding", "list-of-samples")
+@loop("list-of-tensors", outcome=RIGHT | REFUSED)
 def forms(session: Any, how: str) -> Numbers:
     """Train on batches of another form than a pair of tensors."""
     options = {"collate_fn": collate(how)} if how in COLLATED else {}
@@ -412,35 +353,15 @@ def forms(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("dict", "dataclass", "nested", outcome=RIGHT | REFUSED)
-@loop("strings", outcome=RIGHT | REFUSED)
-def forms_ahead(session: Any, how: str) -> Numbers:
-    """Read batches of other forms ahead."""
-    options = {"collate_fn": collate(how)} if how in COLLATED else {}
-    model, optimizer, loader = trio(session, data=Forms(how), **options)
-    for _ in session.epochs(2):
-        for batch in list(loader):
-            descend(session, optimizer, error(model, *unpacked(how, batch)))
-    return [checksum(model)]
-
-
 @loop("last-of-one", "single-sample", "drop-last", quick=True)
-@loop("smaller-than-batch", "smaller-than-batch-drop", "exact")
-@loop("batch-of-two", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED)
-@loop("batch-of-one", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED)
-@loop("empty", outcome=RIGHT | REFUSED)
+@loop("smaller-than-batch")
+@loop("batch-of-one", "empty", outcome=RIGHT | REFUSED, accumulated=RIGHT | REFUSED)
 def sizes(session: Any, how: str) -> Numbers:
     """Train on few samples, or on batches smaller than the number of ranks."""
-    counts = {"last-of-one": 13, "single-sample": 1, "smaller-than-batch": 4, "exact": 12, "empty": 0}
-    batches = {"batch-of-two": 2, "batch-of-one": 1}
-    count = 4 if how.startswith("smaller") else counts.get(how, 11)
-    model, optimizer, loader = trio(
-        session, data=regression(count), batch=batches.get(how, 6), drop_last=how.endswith("drop") or how == "drop-last"
-    )
-    for _ in session.epochs(3):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model), len(loader)]
+    count = {"last-of-one": 13, "single-sample": 1, "smaller-than-batch": 4, "empty": 0}.get(how, 11)
+    batch = 1 if how == "batch-of-one" else 6
+    model, optimizer, loader = trio(session, data=regression(count), batch=batch, drop_last=how == "drop-last")
+    return [*train(session, (model, optimizer, loader), epochs=3), len(loader)]
 
 
 class Augmented(Dataset[Pair]):
@@ -456,60 +377,13 @@ class Augmented(Dataset[Pair]):
         return self.arrays[0][index] + 0.1 * torch.randn(FEATURES).double(), self.arrays[1][index]
 
 
-@loop("here", "shuffled", has_plain=False, quick=True)
+@loop("shuffled", has_plain=False, quick=True)
 @loop("worker", "persistent", has_plain=False, needs_processes=True)
 def augmentation(session: Any, how: str) -> Numbers:
     """Draw noise for each sample, here or in data workers."""
-    options: Any = (
-        {"num_workers": 1, "persistent_workers": how == "persistent"} if how in ("worker", "persistent") else {}
-    )
+    options: Any = {} if how == "shuffled" else {"num_workers": 1, "persistent_workers": how == "persistent"}
     model, optimizer, loader = trio(session, data=Augmented(), shuffle=how == "shuffled", **options)
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model)]
-
-
-@loop("subset", "concatenated", "tensors", "dicts")
-def data_sets(session: Any, how: str) -> Numbers:
-    """Train on data sets of torch's own, or on a list."""
-    x, y = arrays()
-    makers: dict[str, Any] = {
-        "subset": lambda: Subset(TensorDataset(x, y), range(2, 22)),
-        "concatenated": lambda: ConcatDataset([TensorDataset(x[:9], y[:9]), TensorDataset(x[9:], y[9:])]),
-        "tensors": lambda: list(zip(x, y, strict=True)),
-        "dicts": lambda: [{"x": row, "y": target} for row, target in zip(x, y, strict=True)],
-    }
-    model, optimizer, loader = trio(session, data=makers[how]())
-    for _ in session.epochs(2):
-        for batch in loader:
-            descend(session, optimizer, error(model, *(batch.values() if how == "dicts" else batch)))
-    return [checksum(model)]
-
-
-@loop("again", "larger", outcome=RIGHT | REFUSED, resumed=SKIPPED)
-def loader_made_anew(session: Any, how: str) -> Numbers:
-    """Make the loader anew each epoch, perhaps with another batch size."""
-    model, optimizer, _ = trio(session)
-    for epoch in session.epochs(3):
-        batch = 4 + epoch if how == "larger" else 6
-        loader = session.prepare(DataLoader(regression(), batch_size=batch))
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model)]
-
-
-@loop("one-rank-more", outcome=REFUSED, alone=RIGHT)
-@loop("other-values", outcome=REFUSED, alone=RIGHT)
-def other_data_on_a_rank(session: Any, how: str) -> Numbers:
-    """Read other data on each rank."""
-    count = 24 + 6 * session.rank if how == "one-rank-more" else 24
-    x, y = arrays(count)
-    model, optimizer, loader = trio(session, data=TensorDataset(x + session.rank if how == "other-values" else x, y))
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model)]
+    return train(session, (model, optimizer, loader))
 
 
 class Scaled(DataLoader[Any]):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, Outcome, loop
+from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, mlp, regression, seeded, trio
 
 
@@ -25,7 +25,7 @@ def padded(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @loop("number", "tensor", quick=True)
-@loop("sum", "sum-normalised", "ignored-all")
+@loop("sum-normalised", "ignored-all")
 def tokens(session: Any, how: str) -> Numbers:
     """Train on texts of different lengths by a mean, or a sum, over tokens."""
     data: Any = texts()
@@ -40,10 +40,7 @@ def tokens(session: Any, how: str) -> Numbers:
                 labels = labels.masked_fill(ids == ids[:, :1], -100)
             logits = model(ids).flatten(0, 1)
             counted = (labels != -100).sum()
-            if how == "sum":
-                loss = functional.cross_entropy(logits, labels.flatten(), reduction="sum")
-                descend(session, optimizer, loss, reduction="sum")
-            elif how == "sum-normalised":
+            if how == "sum-normalised":
                 loss = functional.cross_entropy(logits, labels.flatten(), reduction="sum")
                 if session.world.size == 1 and not hasattr(session, "close"):  # the plain twin divides by itself
                     loss = loss / counted
@@ -54,32 +51,23 @@ def tokens(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("sum", quick=True)
-@loop("sum-over-constant", "mean-of-sums", "half")
-def reductions(session: Any, how: str) -> Numbers:
+@loop(quick=True)
+def sum_over_samples(session: Any, how: str) -> Numbers:
     model, optimizer, loader = trio(session, lr=0.02)
     for _ in session.epochs(2):
         for x, y in loader:
-            squares = (model(x) - y).square()
-            if how == "sum":
-                descend(session, optimizer, squares.sum(), reduction="sum")
-            elif how == "sum-over-constant":
-                descend(session, optimizer, squares.sum() / 6, reduction="sum")
-            elif how == "mean-of-sums":
-                descend(session, optimizer, squares.sum(1).mean())
-            else:
-                descend(session, optimizer, 0.5 * squares.mean())
+            descend(session, optimizer, (model(x) - y).square().sum(), reduction="sum")
     return [checksum(model)]
 
 
-@loop("l2", "l1", "outside")
+@loop("within", "outside")
 def regulariser(session: Any, how: str) -> Numbers:
     """Add a term of the weights alone."""
     model, optimizer, loader = trio(session)
     for _ in session.epochs(2):
         for x, y in loader:
             loss = error(model, x, y)
-            norms = torch.stack([weight.abs().sum() if how == "l1" else weight.norm() for weight in model.parameters()])
+            norms = torch.stack([weight.norm() for weight in model.parameters()])
             if how == "outside":
                 session.backward(loss)
                 session.backward(0.01 * norms.sum())
@@ -119,15 +107,13 @@ def multi_task(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("masked", outcome=RIGHT | REFUSED)
-@loop("masked-rare", outcome=RIGHT | REFUSED)
+@loop(outcome=RIGHT | REFUSED)
 def partial_labels(session: Any, how: str) -> Numbers:
     """Train a task on the labelled samples alone, with their number as the weight."""
     model, optimizer, loader = trio(session)
-    limit = 1.2 if how == "masked-rare" else 0.0
     for _ in session.epochs(2):
         for x, y in loader:
-            has_label = x[:, 1] > limit
+            has_label = x[:, 1] > 1.2  # rare: not in every batch
             output = model(x)
             session.backward(output.square().mean(), retain_graph=True)
             count = int(has_label.sum())
@@ -140,9 +126,8 @@ def partial_labels(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("weighted", quick=True)
-@loop("ignore-index")
-def classes(session: Any, how: str) -> Numbers:
+@loop(quick=True)
+def weighted_classes(session: Any, how: str) -> Numbers:
     """Weigh classes: the mean is over weights, not over samples."""
     y = (torch.arange(23) * 7) % 3
     data = TensorDataset(arrays()[0], y)
@@ -150,19 +135,12 @@ def classes(session: Any, how: str) -> Numbers:
     weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
     for _ in session.epochs(2):
         for x, y in loader:
-            if how == "weighted":
-                loss = functional.cross_entropy(model(x), y, weight=weights)
-                descend(session, optimizer, loss, weight=weights[y].sum())
-            else:
-                y = y.masked_fill(y == 1, -100)
-                loss = functional.cross_entropy(model(x), y, reduction="sum") / max(1, int((y != -100).sum()))
-                descend(session, optimizer, loss, weight=int((y != -100).sum()))
+            loss = functional.cross_entropy(model(x), y, weight=weights)
+            descend(session, optimizer, loss, weight=weights[y].sum())
     return [checksum(model)]
 
 
-@loop("gathered", outcome=RIGHT | REFUSED, accumulated=SKIPPED, quick=True)
-# The script detaches the other ranks' rows itself: a plain DDP script would differ by as much.
-@loop("gathered-own", outcome=RIGHT | REFUSED | Outcome.DIFFERENT, accumulated=SKIPPED)
+@loop(outcome=RIGHT | REFUSED, accumulated=SKIPPED, quick=True)
 def contrastive(session: Any, how: str) -> Numbers:
     """Compare each sample with all samples of the global batch."""
     model, optimizer, loader = trio(session, lambda: nn.Linear(FEATURES, 3), data=regression(24))
@@ -170,55 +148,11 @@ def contrastive(session: Any, how: str) -> Numbers:
         for x, _ in loader:
             one = functional.normalize(model(x), dim=1)
             two = functional.normalize(model(x.flip(1)), dim=1)
-            if how == "gathered":
-                others = session.gather(two)
-            else:
-                others = session.gather(two.detach())
-                start = sum(len(two) for _ in range(session.rank))
-                others = torch.cat([others[:start], two, others[start + len(two) :]])
+            others = session.gather(two)
             start = session.rank * len(one)
             labels = torch.arange(start, start + len(one))
             descend(session, optimizer, functional.cross_entropy(one @ others.t() / 0.5, labels))
     return [checksum(model)]
-
-
-@loop("none-reduction", "importance", "focal")
-def per_sample(session: Any, how: str) -> Numbers:
-    """Reduce losses of samples by hand."""
-    model, optimizer, loader = trio(session)
-    for _ in session.epochs(2):
-        for x, y in loader:
-            loss = (model(x) - y).square().mean(1)
-            if how == "importance":
-                weights = torch.sigmoid(x[:, 0])
-                is_plain = not hasattr(session, "close")
-                total = (loss * weights).sum()
-                if is_plain:
-                    session.backward(total / weights.sum())
-                else:
-                    session.backward(total, weight=weights.sum(), reduction="sum")
-            else:
-                session.backward(((1 - torch.exp(-loss)) * loss if how == "focal" else loss).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    return [checksum(model)]
-
-
-@loop("root", "log", outcome=RIGHT | TOLD | REFUSED | SKIPPED, has_plain=False)
-def own_log(session: Any, how: str) -> Numbers:
-    """Record numbers within the batch and between epochs."""
-    model, optimizer, loader = trio(session)
-    curve: Numbers = []
-    for epoch in session.epochs(2):
-        for x, y in loader:
-            loss = error(model, x, y)
-            if how == "log":
-                session.log(mse=loss)
-            descend(session, optimizer, loss)
-            curve.append(float(session.mean(loss.detach())))
-        if how == "log":
-            session.log(epoch_number=epoch)
-    return [checksum(model), *curve]
 
 
 @loop("unweighted", outcome=TOLD | REFUSED, alone=RIGHT, accumulated=TOLD | REFUSED, quick=True)

@@ -15,46 +15,28 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from .catalogue import REFUSED, RIGHT, SKIPPED, TOLD, Numbers, loop
+from .catalogue import REFUSED, RIGHT, SKIPPED, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, trio
 
 
 @loop("two", quick=True)
-@loop("three", "shuffled", has_plain=False)
+@loop("shuffled", has_plain=False)
 def passes(session: Any, how: str) -> Numbers:
     """Go over the loader several times an epoch."""
     model, optimizer, loader = trio(session, shuffle=how == "shuffled")
     samples = 0
     for _ in session.epochs(2):
-        for _ in range(3 if how == "three" else 2):
+        for _ in range(2):
             for x, y in loader:
                 samples += session.sum(len(y))
                 descend(session, optimizer, error(model, x, y))
     return [checksum(model), session.step, samples]
 
 
-@loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED)
-@loop("epochs", accumulated=SKIPPED, resumed=TOLD)
-def next_batch(session: Any, how: str) -> Numbers:
-    """Take batches by `next`, and begin again at the end."""
-    model, optimizer, loader = trio(session)
-    iterator = iter(loader)
-    for _ in session.epochs(2) if how == "epochs" else range(1):
-        for _ in range(10):
-            try:
-                x, y = next(iterator)
-            except StopIteration:
-                iterator = iter(loader)
-                x, y = next(iterator)
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
 @loop(quick=True, resumed=RIGHT | REFUSED)
-@loop("shuffled", has_plain=False, resumed=RIGHT | REFUSED)
 def by_steps(session: Any, how: str) -> Numbers:
     """Train for a number of steps, not of epochs."""
-    model, optimizer, loader = trio(session, shuffle=how == "shuffled")
+    model, optimizer, loader = trio(session)
     while session.step < 10:
         is_empty = True
         for x, y in loader:
@@ -66,16 +48,6 @@ def by_steps(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED)
-def fresh_iterator(session: Any, how: str) -> Numbers:
-    """Take the first batch of a fresh iterator in each step: overfit one batch."""
-    model, optimizer, loader = trio(session)
-    for _ in range(8):
-        x, y = next(iter(loader))
-        descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
 @loop(accumulated=SKIPPED, resumed=RIGHT | REFUSED, quick=True)
 def overfit_kept_batch(session: Any, how: str) -> Numbers:
     """Train on one batch for several steps."""
@@ -83,20 +55,6 @@ def overfit_kept_batch(session: Any, how: str) -> Numbers:
     x, y = next(iter(loader))
     for _ in range(6):
         descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
-@loop("first", "print")
-def sanity_look(session: Any, how: str) -> Numbers:
-    """Look at the first batch before training."""
-    model, optimizer, loader = trio(session)
-    x, _ = next(iter(loader))
-    with torch.no_grad():
-        if how == "print":
-            session.print(x.shape, model(x).shape)
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
     return [checksum(model), session.step]
 
 
@@ -111,27 +69,6 @@ def cycle(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-def forever(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        is_empty = True
-        for batch in loader:
-            is_empty = False
-            yield batch
-        assert not is_empty, "a pass without a batch"
-
-
-@loop(resumed=RIGHT | REFUSED)
-@loop("shuffled", has_plain=False, resumed=RIGHT | REFUSED)
-def endless_generator(session: Any, how: str) -> Numbers:
-    """Wrap the loader in a generator without end, as many scripts do."""
-    model, optimizer, loader = trio(session, shuffle=how == "shuffled")
-    batches = limited(forever(loader))
-    while session.step < 11:
-        x, y = next(batches)
-        descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
 @loop(quick=True, resumed=RIGHT | REFUSED)
 def chain(session: Any, how: str) -> Numbers:
     model, optimizer, loader = trio(session)
@@ -141,7 +78,6 @@ def chain(session: Any, how: str) -> Numbers:
 
 
 @loop("list", quick=True)
-@loop("tuple")
 @loop("kept", resumed=REFUSED)
 @loop("reversed", accumulated=REFUSED, saves_by_epoch=True)
 def all_at_once(session: Any, how: str) -> Numbers:
@@ -151,7 +87,7 @@ def all_at_once(session: Any, how: str) -> Numbers:
     for _ in session.epochs(2):
         batches = kept or list(loader)
         order = [batches[at] for at in (1, 0, *range(2, len(batches)))] if how == "reversed" else batches
-        for x, y in tuple(order) if how == "tuple" else order:
+        for x, y in order:
             descend(session, optimizer, error(model, x, y))
     return [checksum(model), session.step]
 
@@ -167,24 +103,15 @@ def ahead(batches: Iterable[Any], distance: int) -> Iterator[Any]:
 
 
 @loop("one", "two", quick=True)
-@loop(
-    "one-doubled",
-    "two-doubled",
-    "one-flattened",
-    "two-flattened",
-    outcome=RIGHT | REFUSED,
-    alone=RIGHT,
-    accumulated=RIGHT | REFUSED,
-)
-@loop("one-named", "two-named")
-@loop("one-normalised", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
+@loop("two-doubled", "one-flattened", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
+@loop("two-named")
 def read_ahead(session: Any, how: str) -> Numbers:
     """Prefetch one batch or two, and transform them before the model."""
     distance, _, change = how.partition("-")
     model, optimizer, loader = trio(session)
     for _ in session.epochs(2):
         for x, y in ahead(loader, ("one", "two").index(distance) + 1):
-            inputs = {"doubled": x * 2, "named": x * 2, "flattened": x.flatten(1), "normalised": (x - 0.1) / 2}
+            inputs = {"doubled": x * 2, "named": x * 2, "flattened": x.flatten(1)}
             loss = error(model, inputs.get(change, x), y)
             descend(session, optimizer, loss, **({"batch": x} if change == "named" else {}))
     return [checksum(model), session.step]
@@ -249,7 +176,6 @@ class Slices(Dataset[Any]):
 
 @loop("slices", quick=True)
 @loop("replaced", "texts", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED, quick=True)
-@loop("inputs", outcome=RIGHT | REFUSED, alone=RIGHT, accumulated=RIGHT | REFUSED)
 def transformed_while_read(session: Any, how: str) -> Numbers:
     """Prefetch batches of which a generator has replaced one tensor or all, batches of texts, or slices."""
     texts = [repr((x.tolist(), y.tolist())) for x, y in zip(*arrays(), strict=True)]
@@ -316,47 +242,15 @@ class Bar:
             self.total -= 1
 
 
-@loop()
-def progress_bar(session: Any, how: str) -> Numbers:
-    model, optimizer, loader = trio(session)
-    for _ in session.epochs(2):
-        for x, y in Bar(loader):
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step, len(loader)]
-
-
-@loop("two", accumulated=SKIPPED, saves_by_epoch=True, quick=True)
-@loop("first", accumulated=SKIPPED, saves_by_epoch=True)
+@loop(accumulated=SKIPPED, saves_by_epoch=True, quick=True)
 def enumerate_break(session: Any, how: str) -> Numbers:
     """Leave an epoch after some batches, as `limit_train_batches` does."""
     model, optimizer, loader = trio(session)
     for _ in session.epochs(3):
         for at, (x, y) in enumerate(loader):
-            if at == (2 if how == "two" else 1):
+            if at == 2:
                 break
             descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
-@loop(accumulated=SKIPPED, saves_by_epoch=True)
-def islice(session: Any, how: str) -> Numbers:
-    model, optimizer, loader = trio(session)
-    for _ in session.epochs(3):
-        for x, y in itertools.islice(loader, 2):
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
-@loop("after")
-@loop("after-break", accumulated=SKIPPED, saves_by_epoch=True)
-def break_after_step(session: Any, how: str) -> Numbers:
-    """Leave the epoch after a step, by the session's own count."""
-    model, optimizer, loader = trio(session)
-    for epoch in session.epochs(3):
-        for at, (x, y) in enumerate(loader):
-            descend(session, optimizer, error(model, x, y))
-            if at == 1 if how == "after-break" else session.step == 3 * (epoch + 1):
-                break
     return [checksum(model), session.step]
 
 
@@ -378,13 +272,13 @@ def zip_two(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop("cycled", "next", outcome=RIGHT | REFUSED)
+@loop(outcome=RIGHT | REFUSED)
 def labelled_and_unlabelled(session: Any, how: str) -> Numbers:
     """Repeat a short loader beside a long one, as semi-supervised training does."""
     model, optimizer, labelled = trio(session, data=regression(24))
     unlabelled = session.prepare(DataLoader(regression(12), batch_size=6))
     for _ in session.epochs(2):
-        others = iter(itertools.cycle(unlabelled)) if how == "cycled" else iter(forever(unlabelled))
+        others = itertools.cycle(unlabelled)
         for x, y in labelled:
             u, _ = next(others)
             loss = error(model, x, y) + 0.1 * model(u).square().mean()
@@ -392,24 +286,20 @@ def labelled_and_unlabelled(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-@loop("each", "blocks", outcome=RIGHT | REFUSED, accumulated=SKIPPED)
+@loop(outcome=RIGHT | REFUSED, accumulated=SKIPPED)
 def alternate_loaders(session: Any, how: str) -> Numbers:
     """Train on two loaders in turn."""
     model, optimizer, first = trio(session, data=regression(24))
     second = session.prepare(DataLoader(regression(18), batch_size=6))
     for _ in session.epochs(2):
-        if how == "blocks":
-            batches: Any = itertools.chain(first, second)
-        else:
-            batches = itertools.chain.from_iterable(zip(first, second, strict=False))
-        for x, y in batches:
+        for x, y in itertools.chain.from_iterable(zip(first, second, strict=False)):
             descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
 
 
 @loop("value", accumulated=SKIPPED, quick=True)
 @loop("third", accumulated=SKIPPED, saves_by_epoch=True, quick=True)
-@loop("first", "last", "all-of-epoch", accumulated=SKIPPED, saves_by_epoch=True)
+@loop("last", "all-of-epoch", accumulated=SKIPPED, saves_by_epoch=True)
 def skip_agreed(session: Any, how: str) -> Numbers:
     """Skip the same batches on all ranks."""
     x, y = arrays(24)
@@ -420,7 +310,7 @@ def skip_agreed(session: Any, how: str) -> Numbers:
         for at, (x, y) in enumerate(loader):
             loss = error(model, x, y)
             bad = not torch.isfinite(loss)
-            skips = {"third": at % 3 == 1, "first": at == 0, "last": at == 3, "all-of-epoch": epoch == 1}
+            skips = {"third": at % 3 == 1, "last": at == 3, "all-of-epoch": epoch == 1}
             if skips.get(how, False) or session.max(float(bad)) > 0:
                 continue
             descend(session, optimizer, loss)
@@ -435,12 +325,9 @@ def skip_apart(session: Any, how: str) -> Numbers:
         x[7] = x[16] = float("nan")
     model, optimizer, loader = trio(session, data=torch.utils.data.TensorDataset(x, y))
     for _ in session.epochs(3):
-        if how == "rank-next":
-            batches = iter(loader)
-            for _ in range(session.rank):
-                next(batches)
-        else:
-            batches = iter(loader)
+        batches = iter(loader)
+        for _ in range(session.rank if how == "rank-next" else 0):
+            next(batches)
         for at, (x, y) in enumerate(batches):
             loss = error(model, x, y)
             if (how == "rank" and at == session.rank) or not torch.isfinite(loss):
@@ -460,7 +347,7 @@ def other_order_on_a_rank(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop("before", "within", "after", quick=True)
+@loop("before", "within", quick=True)
 def look_again(session: Any, how: str) -> Numbers:
     """Compute the error over the training loader, without gradients."""
     model, optimizer, loader = trio(session)
@@ -481,8 +368,6 @@ def look_again(session: Any, how: str) -> Numbers:
             descend(session, optimizer, error(model, x, y))
         if how == "within":
             look()
-    if how == "after":
-        look()
     return [checksum(model), *numbers[-2:]]
 
 
@@ -490,24 +375,20 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 
 
-@loop("after", has_accumulated_plain=False)
-@loop("within", has_accumulated_plain=False, resumed=SKIPPED)
+@loop(has_accumulated_plain=False)
 def update_bn_of_average(session: Any, how: str) -> Numbers:
     """Compute BatchNorm's statistics anew by a pass over the training loader."""
     model, optimizer, loader = trio(session, normalised)
     for _ in session.epochs(2):
         for x, y in loader:
             descend(session, optimizer, error(model, x, y))
-        if how == "within":
-            update_bn(loader, model)
-    if how == "after":
-        update_bn(loader, model)
+    update_bn(loader, model)
     return [checksum(model)]
 
 
 @loop("ahead", "kept", quick=True, has_plain=False, draws="global")
 @loop("evaluated", accumulated=RIGHT | REFUSED, has_plain=False, draws="global")
-@loop("kept-noise", "replaced", outcome=RIGHT | REFUSED, has_plain=False, draws="global")
+@loop("replaced", outcome=RIGHT | REFUSED, has_plain=False, draws="global")
 @loop(
     "ahead-noise",
     outcome=REFUSED,
@@ -533,25 +414,6 @@ def dropout_of_other_batches(session: Any, how: str) -> Numbers:
                     model(inputs)
             descend(session, optimizer, error(model, x, y + torch.randn_like(y) if is_noisy else y))
     return [checksum(model), session.step]
-
-
-@loop("data", "statistics")
-def first_pass_for_statistics(session: Any, how: str) -> Numbers:
-    """Compute the mean and spread of the inputs by a pass before training."""
-    model, optimizer, loader = trio(session)
-    count, total, square = 0, torch.zeros(FEATURES, dtype=torch.float64), torch.zeros(FEATURES, dtype=torch.float64)
-    for x, _ in loader:
-        counted = session.sum(len(x))
-        count += counted
-        total += session.sum(x.sum(0))
-        square += session.sum(x.square().sum(0))
-    mean = total / count
-    spread = (square / count - mean.square()).sqrt()
-    for _ in session.epochs(2):
-        for x, y in loader:
-            inputs = (x - mean) / spread if how == "statistics" else x
-            descend(session, optimizer, error(model, inputs, y))
-    return [checksum(model), count, float(mean.sum())]
 
 
 @loop("twice", accumulated=SKIPPED)
@@ -582,18 +444,7 @@ def with_the_batch_before(session: Any, how: str) -> Numbers:
     return [checksum(model)]
 
 
-@loop(outcome=REFUSED)
-def unprepared_loader(session: Any, how: str) -> Numbers:
-    """Go over the loader that was given to prepare, not over the one that it returned."""
-    model, optimizer, _ = trio(session)
-    own = DataLoader(regression(), batch_size=6)
-    for _ in session.epochs(2):
-        for x, y in own:
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model)]
-
-
-@loop("epoch", outcome=RIGHT | REFUSED)
+@loop(outcome=RIGHT | REFUSED)
 def epochs_again(session: Any, how: str) -> Numbers:
     """Train in two phases, each with epochs of its own."""
     model, optimizer, loader = trio(session)

@@ -95,10 +95,6 @@ class Program:
         return not self.shuffle and (self.accumulate == 1 or self.model != "batchnorm")
 
 
-_PROGRAM: Any = Program()
-_PASS: Any = Pass()
-
-
 def dumps(program: Program) -> str:
     """Return the program as JSON, without what is as usual."""
     values = _differing(program)
@@ -338,22 +334,3 @@ class _Interpreter:
 def interpret(program: Program, session: Any) -> Numbers:
     """Run the program on a session or on its plain twin."""
     return _Interpreter(program, session).run()
-
-
-def simpler(program: Program) -> Iterator[Program]:
-    """Yield programs that have one thing less."""
-    for at in range(len(program.passes)):
-        rest = (*program.passes[:at], *program.passes[at + 1 :])
-        if any(one.kind == "train" for one in rest):
-            yield replace(program, passes=rest)
-    for name in _differing(program):
-        if name not in ("passes", "samples", "batch"):
-            yield replace(program, **{name: getattr(_PROGRAM, name)})
-    if program.epochs > 1:
-        yield replace(program, epochs=1)
-    if program.samples % program.batch:
-        yield replace(program, samples=program.samples - program.samples % program.batch + program.batch)
-    for at, one in enumerate(program.passes):
-        for name in _differing(one):
-            changed = replace(one, **{name: getattr(_PASS, name)})
-            yield replace(program, passes=(*program.passes[:at], changed, *program.passes[at + 1 :]))

@@ -1,14 +1,10 @@
 """Runs loops on ranks and compares them with their reference.
 
-    python -m tests.bring.runner                      # the whole catalogue: a table of outcomes
-    python -m tests.bring.runner passes- --sizes 1 2  # loops whose name contains a word
-
 The ranks are processes that are kept from run to run (tests/pool.py), forked from a server that has imported torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -18,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +31,7 @@ from lockstep.world.world import World
 from .. import warm
 from ..command import end, events, losses, start, weights
 from ..pool import RankPool
-from . import catalogue, script
+from . import script
 from .catalogue import LAW, REFUSED, RIGHT, SKIPPED, TOLD, Case, Numbers, Outcome
 from .plain import Plain
 
@@ -96,7 +91,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def run_command(folder: Path, size: int, task: Task, options: dict[str, Any]) -> Result:
-    """Run the task as a person does, by `lockstep run`."""
+    """Run the task by `lockstep run`."""
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -115,9 +110,8 @@ def run_command(folder: Path, size: int, task: Task, options: dict[str, Any]) ->
 class Runner:
     """Ranks for loops, and a folder for their runs."""
 
-    def __init__(self, pool: RankPool, folder: Path, *, by_command: bool = False) -> None:
-        """Runs go through the pool's ranks or, with `by_command`, through `lockstep run`."""
-        self._pool, self._folder, self._count, self._by_command = pool, folder, 0, by_command
+    def __init__(self, pool: RankPool, folder: Path) -> None:
+        self._pool, self._folder, self._count = pool, folder, 0
         self._whole: dict[tuple[str, int, int], Result] = {}
 
     def new_folder(self) -> Path:
@@ -128,7 +122,7 @@ class Runner:
     def run(self, size: int, task: Task, *, needs_processes: bool = False, **options: Any) -> Result:
         """Run the task on `size` ranks. With `needs_processes`, which data workers do, by `lockstep run`."""
         options = {"precision": "fp64"} | options
-        if needs_processes or self._by_command:
+        if needs_processes:
             return run_command(self.new_folder(), size, task, options)
         try:
             ends = self._pool.run(size, attempt, task, options, timeout_s=LIMIT_S)
@@ -275,71 +269,15 @@ def plain(case: Case) -> Numbers:
         return case.function()(cast(Any, Plain()), case.how)
 
 
-def main() -> None:
-    """Print the table of outcomes."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bring.runner", description=main.__doc__)
-    parser.add_argument("words", nargs="*", help="loops whose name contains one of these words; all by default")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 3], metavar="N")
-    parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 2], metavar="A")
-    parser.add_argument("--resume", nargs="*", type=int, default=[2], metavar="N", help="sizes of resumed runs")
-    parser.add_argument("--command", action="store_true", help="run each by `lockstep run`, as a person does")
-    parser.add_argument("--plain", action="store_true", help="run the plain twins alone")
-    parser.add_argument("--only-wrong", action="store_true", help="print unexpected outcomes alone")
-    arguments = parser.parse_args()
-    chosen = [
-        case
-        for name, case in catalogue.cases().items()
-        if not arguments.words or any(word in name for word in arguments.words)
-    ]
-    if arguments.plain:
-        for case in chosen:
-            print(f"{case!s:40} {plain(case) if case.has_plain else '–'}")
-        return
-    with runner(by_command=arguments.command) as ranks:
-        _print_table(ranks, chosen, arguments)
-
-
-def _print_table(ranks: Runner, chosen: Sequence[Case], arguments: argparse.Namespace) -> None:
-    counts: Counter[str] = Counter()
-    for case in chosen:
-        cells, notes = [], []
-        for label, allowed, result in _observed(ranks, case, arguments):
-            is_expected = bool(result.outcome & (allowed | SKIPPED))
-            counts[f"{'' if is_expected else 'unexpected '}{result.outcome}"] += 1
-            cells.append(f"{label} {result.outcome}{'' if is_expected else '!'}")
-            if not is_expected:
-                notes.append(f"    {label}: expected {allowed}; {result.message[:300]}")
-        if notes or not arguments.only_wrong:
-            print(f"{case!s:32} {'  '.join(cells)}", *notes, sep="\n", flush=True)
-    print(f"\n{len(chosen)} loops: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}")
-
-
-def _observed(ranks: Runner, case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Outcome, Result]]:
-    """Yield a label, the allowed outcomes and the result of each run of a case."""
-    for accumulate in arguments.accumulate:
-        for size in arguments.sizes:
-            yield f"{size}×{accumulate}", case.allowed(size, accumulate), ranks.observe(case, size, accumulate)
-    if case.resumed & ~SKIPPED:
-        for size in arguments.resume:
-            yield f"resumed {size}", case.resumed, ranks.resume_case(case, size)
-
-
 @contextlib.contextmanager
-def runner(*, by_command: bool = False) -> Iterator[Runner]:
+def runner() -> Iterator[Runner]:
     """Start ranks outside of pytest."""
     if sys.platform == "linux":
         warm.spawn_from(warm.server)
     pool = RankPool()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            yield Runner(pool, Path(folder), by_command=by_command)
+            yield Runner(pool, Path(folder))
     finally:
         pool.close()
         warm.close()
-
-
-if __name__ == "__main__":
-    # The ranks look functions up by the module's name.
-    from tests.bring.runner import main as named_main
-
-    named_main()

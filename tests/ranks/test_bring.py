@@ -24,18 +24,30 @@ def ranks(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return Runner(pool, tmp_path_factory.mktemp("runs"))
 
 
+def _marks(case: Case, size: int, accumulate: int) -> list[pytest.MarkDecorator]:
+    if not case.quick or size != 2:
+        return [pytest.mark.slow]
+    return [pytest.mark.long] if accumulate > 1 else []
+
+
 RUNS = [
-    pytest.param(case, accumulate, id=f"{case}-2-{accumulate}")
-    for case, accumulate in product(CASES.values(), (1, 2))
-    if case.quick and case.allowed(2, accumulate) & ~SKIPPED
+    pytest.param(*run, id=f"{run[0]}-{run[1]}-{run[2]}", marks=_marks(*run))
+    for run in product(CASES.values(), (1, 2, 3), (1, 2))
+    if run[0].allowed(*run[1:]) & ~SKIPPED
 ]
-"""The quick loops on two ranks. `python -m tests.bring.runner` runs them all, on 1 to 3 ranks, and resumed."""
 
 
-@pytest.mark.parametrize(("case", "accumulate"), RUNS)
-def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Case, accumulate: int) -> None:
-    result = ranks.observe(case, 2, accumulate)
-    assert result.outcome & case.allowed(2, accumulate), result
+@pytest.mark.parametrize(("case", "size", "accumulate"), RUNS)
+def test_a_loop_comes_to_the_plain_numbers_or_is_refused(ranks: Runner, case: Case, size: int, accumulate: int) -> None:
+    result = ranks.observe(case, size, accumulate)
+    assert result.outcome & (case.allowed(size, accumulate) | SKIPPED), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.resumed & ~SKIPPED], ids=str)
+def test_each_loop_is_resumed_as_expected(ranks: Runner, case: Case) -> None:
+    result = ranks.resume_case(case, 2)
+    assert result.outcome & (case.resumed | SKIPPED), result
 
 
 @pytest.mark.parametrize(
