@@ -36,11 +36,18 @@ from ..loops import images, session
 Loop = tuple[Session, Any, torch.optim.Optimizer, Any]
 
 
-def loop(**options: Any) -> Loop:
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+
+
+def loop(
+    make: Callable[[], nn.Module] = net, data: TensorDataset | None = None, sampler: Any = None, **options: Any
+) -> Loop:
     ours = session(World.alone(), **options)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ours, *ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+    loader = DataLoader(images() if data is None else data, batch_size=20, sampler=sampler)
+    return ours, *ours.prepare(model, optimizer, loader)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -54,10 +61,7 @@ def test_hooks_on_a_step_are_called_with_it(is_global: bool) -> None:
     called: list[Any] = []
     register = sys.modules[module].register_optimizer_step_post_hook if is_global else optimizer.register_step_post_hook
     with contextlib.closing(types.SimpleNamespace(close=register(lambda *_: called.append(1)).remove)):
-        for _ in ours.epochs(1):
-            for batch in loader:
-                ours.backward(loss_of(model, batch))
-                optimizer.step()
+        run_epochs(ours, model, optimizer, loader, 1)
     assert len(called) == len(loader)
 
 
@@ -121,7 +125,7 @@ def test_misuse_is_told(wrong: Callable[..., None], kind: type[LockstepError], w
 
 
 def test_a_loop_without_a_prepared_model_is_refused() -> None:
-    ours, model = session(World.alone()), nn.Sequential(nn.Flatten(), nn.Linear(108, 4)).double()
+    ours, model = session(World.alone()), net().double()
     loader = ours.prepare(DataLoader(images(), batch_size=20))
     with pytest.raises(RequestError, match="was given no model"):
         run(lambda ours, model, _, batch: ours.backward(loss_of(model, batch)), ours, model, None, loader)
@@ -167,7 +171,7 @@ def test_an_optimizer_of_parameters_of_others_is_refused_and_one_that_was_not_pr
     with pytest.raises(RequestError, match=r"Optimizers 1 and 2 .* both have the parameter bias, and"):
         next(iter(ours.epochs(1)))
     ours = session(World.alone())
-    model, loader = ours.prepare(nn.Sequential(nn.Flatten(), nn.Linear(108, 4)), DataLoader(images(), batch_size=20))
+    model, loader = ours.prepare(net(), DataLoader(images(), batch_size=20))
     batches = iter(loader)
     ours.backward(loss_of(model, next(batches)))
     with pytest.raises(RequestError, match="was given no optimizer"):
@@ -231,7 +235,7 @@ def test_whatever_an_optimizer_keeps_is_continued(kind: Any, tmp_path: Path) -> 
     def trained(epochs: int, **options: Any) -> list[Tensor]:
         torch.manual_seed(0)
         with session(World.alone(), **options) as ours:
-            model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+            model = net()
             model, optimizer, loader = ours.prepare(
                 model, kind(model.parameters(), lr=0.1), DataLoader(images(), batch_size=20)
             )
@@ -253,10 +257,8 @@ def run_epochs(ours: Session, model: nn.Module, optimizer: Any, loader: Any, epo
 
 
 def test_values_that_are_recorded_before_the_first_backward_are_its_steps(tmp_path: Path) -> None:
-    with session(World.alone(), output=str(tmp_path / "run")) as ours:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+    ours, model, optimizer, loader = loop(output=str(tmp_path / "run"))
+    with ours:
         for _ in loader:
             ours.log(number=100)  # before training: of no step
         for number, batch in enumerate(loader):
@@ -306,7 +308,7 @@ def test_a_plain_loop_is_left_as_it_is() -> None:
 
     def train(ours: Session | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4)).double()
+        model = net().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
         loader: Any = DataLoader(images(), batch_size=20)
@@ -509,27 +511,6 @@ def test_gradients_that_wait_for_a_step_at_an_epochs_end_are_continued(tmp_path:
     assert torch.equal(train(str(tmp_path / "part"), resume="auto"), whole)
 
 
-def test_a_stop_in_an_epochs_last_batch_comes_after_what_follows_the_loop_over_its_batches(tmp_path: Path) -> None:
-    def train(*, stops: bool, **options: Any) -> list[tuple[int, int]]:
-        ours, model, optimizer, loader = loop(output=str(tmp_path), **options)
-        seen: list[tuple[int, int]] = []
-        with ours:
-            for epoch in ours.epochs(3):
-                for number, batch in enumerate(loader, start=1):
-                    if stops and number == len(loader):
-                        signal.raise_signal(signal.SIGTERM)
-                    ours.backward(loss_of(model, batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                seen.append((epoch, number))
-        return seen
-
-    with pytest.raises(Stopped):
-        train(stops=True)
-    (_, batches), last = train(stops=False, resume="auto")
-    assert last == (2, batches)
-
-
 @pytest.mark.parametrize("weights", [[None] * 3, [1, 2, 3]])
 def test_several_optimizers_step_for_one_loss_without_a_loader(weights: list[Any]) -> None:
     ours = session(World.alone())
@@ -584,15 +565,9 @@ class _Remembers(nn.Module):
 
 @pytest.mark.parametrize("kind", ["deque", "tensor", "dict", "number", "buffer", "saved", "none"])
 def test_a_state_that_no_checkpoint_holds_is_reported_at_the_first_step(tmp_path: Path, kind: str) -> None:
-    ours = session(World.alone(), output=tmp_path / "run")
-    model = _Remembers(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = ours.prepare(model, optimizer, DataLoader(images(), batch_size=20))
+    ours, model, optimizer, loader = loop(lambda: _Remembers(kind), output=tmp_path / "run")
     with ours:
-        for _ in ours.epochs(1):
-            for batch in loader:
-                ours.backward(loss_of(model, batch))
-                optimizer.step()
+        run_epochs(ours, model, optimizer, loader, 1)
     reported = [row["text"] for row in events(tmp_path / "run", "warning")]
     name = {"saved": "", "none": "", "buffer": "calls"}.get(kind, "seen")
     assert [f"changes {name} in forward" in text for text in reported] == [True] * bool(name)
@@ -659,16 +634,10 @@ class Counting(TensorDataset):
 
 
 def test_a_data_set_that_counts_is_told_after_the_first_step(tmp_path: Path) -> None:
-    ours = session(World.alone(), output=str(tmp_path / "run"))
-    model, data = nn.Sequential(nn.Flatten(), nn.Linear(108, 4)), Counting(*images().tensors)
+    data = Counting(*images().tensors)
     data.reads = 0
-    model, optimizer, loader = ours.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=20)
-    )
-    for _ in ours.epochs(1):
-        for batch in loader:
-            ours.backward(loss_of(model, batch))
-            optimizer.step()
+    ours, model, optimizer, loader = loop(data=data, output=str(tmp_path / "run"))
+    run_epochs(ours, model, optimizer, loader, 1)
     ours.close()
     told = [row["text"] for row in events(tmp_path / "run", "warning")]
     assert len(told) == 1
@@ -777,11 +746,8 @@ def test_a_sampler_keeps_the_epoch_that_the_loop_sets() -> None:
             self.epoch = epoch
 
     for first in (0, 100):
-        ours, sampler = session(World.alone()), Sampler(images())
-        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(images(), batch_size=20, sampler=sampler)
-        model, optimizer, loader = ours.prepare(model, optimizer, loader)
+        sampler = Sampler(images())
+        ours, model, optimizer, loader = loop(sampler=sampler)
         for epoch in ours.epochs(2):
             labels = []
             if first:
@@ -818,7 +784,7 @@ def test_a_stop_at_an_epochs_end_repeats_that_end_alone(tmp_path: Path) -> None:
         return weights
 
     whole = train(str(tmp_path / "whole"))
-    for asked_at in (2, -1, -2):
+    for asked_at in (2, 4, -1, -2):
         output = str(tmp_path / f"asked{asked_at}")
         with pytest.raises(Stopped, match=r"at step [48] of 8 and saved" if asked_at < 0 else "saved"):
             train(output, asked_at=asked_at)
@@ -896,10 +862,7 @@ def test_a_function_for_the_end_adds_no_epoch(tmp_path: Path) -> None:
         ours, model, optimizer, loader = loop(output=tmp_path, resume="auto")
         ours.at_end(lambda _: None)
         with ours:
-            for _ in ours.epochs(1):
-                for batch in loader:
-                    ours.backward(loss_of(model, batch))
-                    optimizer.step()
+            run_epochs(ours, model, optimizer, loader, 1)
         assert ours.step == 4
         with pytest.raises(RequestError, match="called after the last epoch"):
             ours.at_end(lambda _: None)
