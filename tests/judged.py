@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -215,17 +213,6 @@ def no_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
     cross_entropy(model(x), y)
 
 
-def unwrapped_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Ask for a layer by its place, which DDP's wrapper has none of."""
-    mean_step(nn.Sequential(*(model[at] for at in range(3))), x, y)  # type: ignore[index]
-
-
 def updating_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
     mean_step(model, x, y)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def lonely_step(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Take a step whose ranks never exchange their gradients."""
-    with model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext():
-        mean_step(model, x, y)

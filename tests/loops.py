@@ -98,34 +98,6 @@ def language_model(world: World, **options: Any) -> Learned:
     return [], weights(model)
 
 
-def gan(world: World, **options: Any) -> Learned:
-    """Train two nets against each other, the second one by two backward passes, without zeroing by the book."""
-    ours = session(world, **options)
-    makes = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 108))
-    judges = nn.Sequential(nn.Linear(108, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    of_makes = torch.optim.Adam(makes.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    of_judges = torch.optim.Adam(judges.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    loader = DataLoader(images(), batch_size=16, shuffle=True)
-    makes, judges, of_makes, of_judges, loader = ours.prepare(makes, judges, of_makes, of_judges, loader)
-    judged = functional.binary_cross_entropy_with_logits
-    for _ in ours.epochs(2):
-        for x, _ in loader:
-            x = x.flatten(1)
-            of_judges.zero_grad()
-            real = judges(x)
-            ours.backward(judged(real, torch.ones_like(real)))
-            fake = makes(x[:, :4])
-            told = judges(fake.detach())
-            ours.backward(judged(told, torch.zeros_like(told)))
-            of_judges.step()
-            of_makes.zero_grad()
-            told = judges(fake)
-            ours.backward(judged(told, torch.ones_like(told)))
-            of_makes.step()
-    ours.close()
-    return [], weights(makes, judges)
-
-
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     """A stream whose length nobody tells."""
 

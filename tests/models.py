@@ -40,14 +40,6 @@ class Dropped(nn.Module):
         """Do what is special about a net at each pass."""
 
 
-class Unused(Dropped):
-    """A net with a layer that the loss does not reach."""
-
-    def __init__(self, classes: int, in_channels: int, image_size: int) -> None:
-        super().__init__(classes, in_channels, image_size)
-        self.forgotten = nn.Linear(3, 3)
-
-
 class Busy(Dropped):
     """A net that gives its GPU work for a minute or so at the fifth pass, as one does that hangs."""
 

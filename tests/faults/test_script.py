@@ -11,7 +11,7 @@ import pytest
 from ..command import COLD, command, sentence
 
 SCRIPT = """
-import os, pathlib, signal, sys
+import sys
 import torch
 from torch.utils.data import DataLoader
 from lockstep import errors
@@ -37,21 +37,10 @@ def say(words):
 def broken():
     raise ValueError("labels reach 10")
 
-def killed_once():
-    if not os.path.exists("killed"):
-        pathlib.Path("killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
 def unread():
     held = iter(DataLoader(Numbers(), num_workers=1, persistent_workers=True))
     next(held)
     broken()
-
-def refused():
-    raise errors.RequestError("It was refused.")
-
-def unproved():
-    raise errors.ProofError("It was not proved.")
 
 def stopped():
     raise errors.Stopped("It was stopped.")
@@ -95,8 +84,7 @@ def frames(shown: str) -> list[tuple[str, str]]:
     return re.findall(r'File "(.+)", line \d+, in (.+)', shown)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("named", [("train.py",), ("-m", "train")], ids=["path", "module"])
+@pytest.mark.parametrize(("ranks", "named"), [(1, ("train.py",)), (2, ("-m", "train"))])
 def test_a_script_runs_as_under_python_and_is_closed_before_the_world_is_left(
     ranks: int, named: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -108,9 +96,7 @@ def test_a_script_runs_as_under_python_and_is_closed_before_the_world_is_left(
     assert sorted(ended.out.splitlines()) == sorted([*begun, *closed, "read [0.0, 1.0, 2.0, 3.0]"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "rank"), [((), 0), (RANKS, 1), ((*RANKS, "--max-restarts", 1), 1)], ids=["alone", "spawn", "elastic"]
-)
+@pytest.mark.parametrize(("flags", "rank"), [((), 0), ((*RANKS, "--max-restarts", 1), 1)], ids=["alone", "elastic"])
 def test_the_frames_of_the_rank_that_failed_are_shown_once_and_no_others(
     flags: tuple[object, ...], rank: int, tmp_path: Path
 ) -> None:
@@ -153,11 +139,3 @@ def test_each_end_has_its_exit_code(ranks: int, words: str, code: int, told: str
     assert re.fullmatch(told, ended.err), ended.err
     if words == "unclosed":  # whose failing comes last
         assert "rank 0 ends with None\n" in ended.out
-
-
-def test_a_script_whose_rank_was_killed_starts_again(tmp_path: Path) -> None:
-    written(tmp_path)
-    ended = command(tmp_path, "run", *RANKS, "--max-restarts", 1, "train.py", "killed_once")
-    assert ended.code == 0, ended
-    assert "Rank 1 was killed by SIGKILL (out of memory?); the ranks start again (restart 1 of 1)." in ended.err
-    assert ended.out.count("ends with None") == 2

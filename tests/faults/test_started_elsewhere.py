@@ -14,14 +14,6 @@ from ..ports import free_port
 from ..starting import start_rank
 
 
-def test_torchrun_shows_the_root_cause(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    ended = end(start_rank("fail", through=torchrun, data_dir="raise", output=str(tmp_path)))
-    assert ended.code != 0
-    assert "RunError: Rank 1 failed at" in ended.err
-    assert "labels reach 10" in ended.err[ended.err.index("Root Cause") :]
-
-
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_ranks_started_by_hand_meet_and_leave_nothing(scheme: str, tmp_path: Path) -> None:
     rendezvous = tmp_path / "meeting"

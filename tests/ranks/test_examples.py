@@ -33,6 +33,7 @@ WITHOUT_DRAWS = ("convnet", "finetune", "gpt", "schedule")
 """Those that draw nothing but their weights and their order."""
 NAMES = (*WITHOUT_DRAWS, "gan", "stream")
 WORLDS = (1, 2, 3)
+CASES = [case for case in product(NAMES, (1, 3)) if case != ("gan", 3)]
 BRIEF = {
     "convnet": ("--batch", "200"),
     "finetune": ("--samples", "100"),
@@ -102,6 +103,11 @@ def gap(one: list[str], other: list[str]) -> float:
     return float(max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(*found, strict=True)))
 
 
+def slowly(*case: object) -> Any:
+    """Return a case that is run slice by slice."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_script_needs_six_lines(name: str) -> None:
     plain, ours = ((folder / f"{name}.py").read_text().splitlines() for folder in (PLAIN, OURS))
@@ -110,7 +116,7 @@ def test_a_plain_script_needs_six_lines(name: str) -> None:
     assert 5 <= len(added) <= 6, added
 
 
-@pytest.mark.parametrize("name", WITHOUT_DRAWS)
+@pytest.mark.parametrize("name", ["schedule", *(slowly(name) for name in WITHOUT_DRAWS if name != "schedule")])
 def test_one_rank_learns_what_the_plain_script_learns(pool: RankPool, tmp_path: Path, name: str) -> None:
     in_order = [
         changed(folder / f"{name}.py", tmp_path / folder.name, "shuffle=True", "shuffle=False")
@@ -121,18 +127,7 @@ def test_one_rank_learns_what_the_plain_script_learns(pool: RankPool, tmp_path: 
     assert gap(plain, ours) < LAW
 
 
-def _lasting(name: str) -> Any:
-    """Return a case with accumulation; half of them are left to CI."""
-    marks = [pytest.mark.long] if name in ("finetune", "schedule", "stream") else []
-    return pytest.param(name, 3, marks=marks)
-
-
-def slowly(*case: object) -> Any:
-    """Return a case that is run slice by slice."""
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "accumulate"), [*map(_lasting, NAMES), *(slowly(name, 1) for name in NAMES)])
+@pytest.mark.parametrize(("name", "accumulate"), [("gan", 3), *(slowly(*case) for case in CASES)])
 def test_an_example_learns_the_same_on_any_number_of_ranks(
     pool: RankPool, tmp_path: Path, name: str, accumulate: int
 ) -> None:
@@ -146,7 +141,7 @@ def test_an_example_learns_the_same_on_any_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("name", "size", "accumulate"),
-    [("convnet", 2, 3), ("gpt", 2, 3), *(slowly(*case) for case in product(NAMES, WORLDS, (1, 3)))],
+    [("convnet", 2, 3), *(slowly(*case) for case in product(NAMES, WORLDS, (1, 3)))],
 )
 def test_an_example_that_is_killed_goes_on_with_the_same_bits(
     pool: RankPool, tmp_path: Path, name: str, size: int, accumulate: int

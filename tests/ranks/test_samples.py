@@ -20,7 +20,7 @@ from lockstep.config.options import override, recipe
 from lockstep.data.order import Order
 from lockstep.data.resident import Data
 from lockstep.data.source import Indices
-from lockstep.errors import ProofError, RequestError
+from lockstep.errors import ProofError
 from lockstep.record.base import Recorder
 from lockstep.trainer import train
 from lockstep.world.world import World
@@ -67,11 +67,6 @@ def test_counts_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     order = Order(100, seed=0, epoch=0).indices(0, 100)
     assert _violation(World.alone(), [order.tolist()], 100, 100) == ""
     assert _violation(World.alone(), [order[:-1].tolist()], 100, 100) == f"sample {order[-1]} did not come"
-
-
-def test_more_samples_than_memory_is_meant_for_are_refused() -> None:
-    with pytest.raises(RequestError, match="up to 2,147,483,648, and these data have 2,147,483,649"):
-        SampleCounts(2**31 + 1)
 
 
 # ---- lockstep train
@@ -290,13 +285,9 @@ def test_a_script_of_a_users_own_is_counted(tmp_path: Path) -> None:
     assert (proof["outcome"], proof["times"]) == ("holds", 3), proof
 
 
-@pytest.mark.parametrize("name", ["gan", "streamed"])
-def test_loops_of_any_kind_are_compared(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stream has no number of steps, and several models have names of their own."""
-    loop = getattr(loops, name)
+def test_runs_without_a_number_of_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, options in (("a", {}), ("b", {}), ("c", {"seed": 7})):
-        loop(World.alone(), output=str(tmp_path / folder), **options)
+        loops.streamed(World.alone(), output=str(tmp_path / folder), **options)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert main(["diff", "--all", str(tmp_path / "a"), str(tmp_path / "c")]) == 3
-    told = capsys.readouterr().out
-    assert all(each in told for each in ("model/0.weight", *(["model_2/0.weight"] if name == "gan" else [])))
+    assert "model/0.weight" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import csv
 import itertools
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ from lockstep.cli.main import main
 from lockstep.config.options import override
 from lockstep.config.schema import DataConfig, RunConfig
 from lockstep.data import digits
-from lockstep.data.resident import Data
 from lockstep.data.sets import build
 from lockstep.data.source import Indices, Part, Splits, hold_out
-from lockstep.errors import ProofError, RequestError
+from lockstep.errors import RequestError
 from lockstep.jobs.classifier import evaluate_checkpoint
-from lockstep.record.base import Nothing
-from lockstep.trainer import run, train
+from lockstep.trainer import run
 from lockstep.world.world import World
 
 from ..command import events
@@ -118,29 +115,6 @@ def test_small_classes_train_and_are_held_out_where_they_have_two_samples(pool: 
 def test_ranks_train_on_what_is_left_as_one_process_does(pool: RankPool, tmp_path: Path) -> None:
     values = HELD | {"max_steps": 20}
     assert apart(curve(pool, tmp_path, 3, **values, ledger=True), alone(pool, **values)) < 1e-9
-
-
-def _leaking(world: World, folder: Path) -> str:
-    """Train while rank 1 reads a sample that is held out in place of one that is not."""
-    right = Data.stream
-    held = int(_held(0.1, 0)[0])
-
-    def wrong(self: Data, shares: Iterable[Indices], *, epoch: int) -> Any:
-        is_varied = bool(vars(self._transform)["_names"])  # those of training are
-        return right(self, (np.array([held, *share[1:]]) if is_varied else share for share in shares), epoch=epoch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(Data, "stream", wrong)
-        with pytest.raises(ProofError) as refused:
-            train(override(RunConfig(), **FROZEN | {"strategy": "ddp"}, output=folder), world, Nothing())
-    return str(refused.value)
-
-
-def test_a_held_out_sample_that_is_trained_on_stops_the_run(pool: RankPool, tmp_path: Path) -> None:
-    for said in pool.run(2, _leaking, tmp_path):
-        assert "Not each sample was computed exactly once: in epoch 0, " in said
-        assert "beyond the 1,294 samples came" in said
 
 
 def _run(world: World, values: dict[str, Any], folder: Path) -> dict[str, Any]:

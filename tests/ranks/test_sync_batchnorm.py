@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import warnings
 from functools import partial
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.models import table
 from lockstep.nn import sync_batchnorm
 from lockstep.training import optim
 from lockstep.world.world import World
@@ -86,31 +83,6 @@ def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], 
             close(rank[1:], (gradients, buffers))
 
 
-def _train(world: World, shares: list[int]) -> dict[str, Tensor]:
-    """Return the state after ten steps of 12 samples, of which the ranks compute these shares in rotation."""
-    torch.manual_seed(3)
-    model = table.build_for("resnet8", classes=4, shape=(1, 8, 8)).double()
-    model = sync_batchnorm.convert(model, world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    for step in range(10):
-        x, y = torch.randn(12, 1, 8, 8, dtype=torch.float64), torch.randint(4, (12,))
-        first = step % world.size
-        mine = torch.arange(12).split(shares[first:] + shares[:first])[world.rank]
-        optimizer.zero_grad()
-        (nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum") / 12).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad = world.sum(parameter.grad)
-        optimizer.step()
-    return model.state_dict()
-
-
-def test_training_equals_one_process(pool: RankPool) -> None:
-    [alone] = pool.run(1, _train, [12])
-    for state in pool.run(3, _train, [5, 7, 0]):
-        torch.testing.assert_close(state, alone, rtol=1e-12, atol=1e-12)
-
-
 def _in_bfloat16(world: World) -> None:
     x, dy = (values.float().to(memory_format=torch.channels_last) for values in _batches("2d", 8)[0])
     share = slice(world.rank * 4, world.rank * 4 + 4)
@@ -169,17 +141,3 @@ def test_a_variance_far_smaller_than_the_mean_is_exact(pool: RankPool) -> None:
     alone(x)
     for var in pool.run(2, _variance, x):
         torch.testing.assert_close(torch.tensor(var, dtype=torch.float64), alone.running_var, rtol=1e-9, atol=0)
-
-
-def _diverged(world: World) -> None:
-    layer = sync_batchnorm.convert(nn.BatchNorm1d(CHANNELS), world)
-    x = torch.full((3, CHANNELS), (math.inf, 1.0)[world.rank], requires_grad=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = layer(x)
-        (y * torch.tensor((math.inf, -math.inf)[world.rank])).sum().backward()
-    assert not y.isfinite().any()
-
-
-def test_numbers_that_are_not_finite_pass_without_a_warning(pool: RankPool) -> None:
-    pool.run(2, _diverged)

@@ -105,18 +105,6 @@ def test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training(
     assert torch.equal(loaded.tensors["model/weight"], torch.ones(4, 3))
 
 
-def test_a_save_whose_thread_cannot_start_is_not_waited_for(tmp_path: Path) -> None:
-    saver = Checkpoints(tmp_path, warn=pytest.fail)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", None)
-        with pytest.raises(TypeError):
-            saver.save(state_of(1), step=1, best=False)
-    closing = threading.Thread(target=saver.wait, daemon=True)
-    closing.start()
-    closing.join(10)
-    assert not closing.is_alive()
-
-
 def test_ranks_of_a_host_share_the_memory_of_a_checkpoint_and_change_it_for_themselves_alone(tmp_path: Path) -> None:
     save_all(tmp_path, (1, False))
     tensor = load(tmp_path).tensors["model/weight"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -12,26 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.monitor import signals
-from lockstep.monitor.signals import _ECHO_S, INSIST, SIGNALS, STOPPING, UNSAVED, StopRequest
+from lockstep.monitor.signals import _ECHO_S, STOPPING, UNSAVED, StopRequest
 
 from ..command import Running, end, until
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_asks(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(signals, "_ECHO_S", 600)  # however slowly this runs, the second one is soon after the first
-    before = signal.getsignal(number)
-    with contextlib.suppress(KeyError), StopRequest() as stop:
-        assert not stop.asked
-        for _ in range(2):
-            signal.raise_signal(number)
-            assert stop.asked
-        raise KeyError  # after which the handlers are back as well
-    assert signal.getsignal(number) == before
-    assert capfd.readouterr().err == f"\nlockstep: {STOPPING}{'' if number == signal.SIGUSR1 else INSIST}\n"
 
 
 def test_a_run_without_a_folder_does_not_say_that_it_saves(capfd: pytest.CaptureFixture[str]) -> None:

@@ -107,20 +107,6 @@ def test_one_rank_gives_torchs_numbers(dtype: torch.dtype, order: torch.memory_f
             assert mine(given).is_contiguous(memory_format=order)
 
 
-def test_images_that_are_not_dense_are_read_right() -> None:
-    wide, dy = _drawn(4, 21, 8, 16).to(memory_format=torch.channels_last), _drawn(4, 21, 8, 8, seed=6)
-    found = [_pass(layer, wide[..., ::2], dy) for layer in (nn.BatchNorm2d(21), _alone())]
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-
-
-def test_a_copy_computes_the_same_apart_from_the_original() -> None:
-    model = nn.Sequential(_alone())
-    copied, x = copy.deepcopy(model), _drawn(4, 21, 4, 4)
-    assert torch.equal(copied(x), model(x))
-    copied(x)
-    assert [int(each.get_buffer("0.num_batches_tracked")) for each in (copied, model)] == [2, 1]
-
-
 def test_pickles_and_what_torch_makes_of_a_model_are_plain(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
     expected, x = copy.deepcopy(model), _drawn(4, 3, 6, 6)
