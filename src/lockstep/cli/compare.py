@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import hardware
-from ..compare import answer, grid, measured, records, report, rounds, rows
+from ..compare import answer, grid, measured, records, report, rounds, rows, tables
 from ..compare.grid import Cell
 from ..compare.report import HTML, Report
 from ..compare.rounds import Aim
@@ -152,11 +152,9 @@ def _write(found: Report, folder: Path) -> None:
         names = report.write(found, folder)
     screen = Screen()
     with output.written():
-        for heads, cells in report.console(found):
-            screen.table(heads, cells)
+        for columns in report.tables_of(found).values():
+            screen.table([column.head for column in columns], tables.cells(columns, found.whole))
             screen.print()
-        if any(row.parts_s for row in found.rows):
-            screen.say((report.STEP_TIMES, "dim"))
         for row in found.rows:
             if row.failed:
                 screen.say((f"{row.name}: {row.failed}", "dim"))

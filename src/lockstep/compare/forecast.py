@@ -337,11 +337,8 @@ def write(folder: Path, found: Sequence[Forecast], told: Sequence[str], about: s
     rows = [row | {key: row[key]._asdict() for key in ("step_s", "speed_up")} for row in rows]
     table = tables.markdown(tables.filled(COLUMNS, found), found)
     text = [f"# Forecast: {about}", "", *(f"- {each}" for each in told), "", *table, "", made]
-    lines = [
-        charts.Line(name, [(float(row.devices), row.speed_up[part]) for row in found])
-        for part, name in enumerate(("forecast", "at worst", "at best"))
-    ]
+    bars = [charts.Bar(f"{row.devices:,}", {"speed-up": row.speed_up.middle}, row.speed_up) for row in found]
     write_json(folder / JSON, {"about": about, "made": made, "answer": list(told), "rows": rows})
     write_whole(folder / MARKDOWN, ("\n".join(text) + "\n").encode())
-    write_whole(folder / SVG, charts.lines("Speed-up", lines, "devices", "×", ideal=True).encode())
+    write_whole(folder / SVG, charts.bars("Speed-up by devices", bars, "× as fast").encode())
     return [JSON, MARKDOWN, SVG]

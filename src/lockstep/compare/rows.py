@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.options import IDENTITY
@@ -103,13 +103,10 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
     rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
     middle_s = batch / rate.middle
     steps, flops, matrix_rate = record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
-    timed_to = told["warm_up"] + len(step_s)  # from there on, nothing is exchanged
-    losses = {step: loss for step, loss in record.losses.items() if step <= timed_to}
     return {
         **{name: told.get(name) for name in _AS_TOLD},
         **{f"{kind}_memory_bytes": size for kind, size in told["peak_memory_bytes"].items()},
         **_likeness(series, base, tolerance),
-        "record": replace(record, losses=losses),
         "devices": record.devices,
         "turns": sum(map(len, series.races)),
         "batch": record.plan.get("global_size"),
@@ -211,13 +208,6 @@ def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Int
         for row in (ours, theirs)
     )
     return numbers.mean([value - other[seed] for seed, value in mine.items() if seed in other])
-
-
-def accuracy_curve(row: Row) -> list[tuple[float, float]]:
-    """Return (seconds, accuracy) of each evaluation, means over all seeds."""
-    seeds = [each.told["evals"] for each in row.series.trainings.values() if not each.failed]
-    by_place = [list(zip(*same, strict=True)) for same in zip(*seeds, strict=False)]
-    return [(statistics.fmean(each[SECONDS]), statistics.fmean(each[ACCURACY])) for each in by_place]
 
 
 def of_runs(runs: Sequence[Run]) -> list[Row]:

@@ -20,8 +20,7 @@ class Column(NamedTuple):
     head: str
     key: str | Callable[[Any], Any]  # the row's attribute, or what returns the value
     text: str | Callable[[Any], str] = "{}"
-    brief: str = ""  # its head on a console; "" where it is not shown there
-    more: tuple[str, ...] = ()  # heads of what CSV has beside: the deviation of a `Spread`, the ends of an `Interval`
+    more: tuple[str, ...] = ()  # heads of further CSV columns: the deviation of a `Spread`, the ends of an `Interval`
 
     def values(self, row: Any) -> list[Any]:
         """Return the value and those of `more`; None where unknown."""
