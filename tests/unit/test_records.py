@@ -107,35 +107,12 @@ def test_the_manifest_says_when_where_and_by_which_command(run: Path) -> None:
     assert manifest.command_line(["/x/lockstep/__main__.py", "train"]) == "python -m lockstep train"
 
 
-def test_whether_files_differ_is_told_without_running_what_their_folder_configures(tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    (folder / "below").mkdir(parents=True)
-    assert manifest.git_state(folder) == {"git_commit": None, "git_dirty": None}
-
-    def git(*words: str) -> None:
-        own = ("-c", "user.name=n", "-c", "user.email=e")
-        subprocess.run(["git", "-C", folder, *own, *words], check=True, capture_output=True)
-
-    git("init", "-q")
-    (folder / "f").write_text("1")
-    (folder / ".gitattributes").write_text("f filter=theirs diff=theirs\n")
-    git("add", ".")
-    git("commit", "-qm", "m")
-    program = tmp_path / "run"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
-    program.chmod(0o755)
-    (folder / ".git" / "hooks" / "post-index-change").symlink_to(program)
-    for name in ("core.fsmonitor", "filter.theirs.clean", "filter.theirs.process", "diff.theirs.command"):
-        git("config", name, str(program))
-    (tmp_path / "ran").unlink(missing_ok=True)
-    clean = manifest.git_state(folder / "below")
-    assert re.fullmatch("[0-9a-f]{40}", clean["git_commit"])
-    assert clean["git_dirty"] is False
-    (folder / "f").write_text("2")
-    assert manifest.git_state(folder) == clean | {"git_dirty": True}
-    assert not (tmp_path / "ran").exists()
-    subprocess.run(["git", "-C", folder, "status"], check=False, capture_output=True)
-    assert (tmp_path / "ran").exists(), "git itself runs them"
+def test_the_commit_is_told(tmp_path: Path) -> None:
+    assert manifest.git_commit(tmp_path) is None
+    for words in ("init -q", "-c user.name=n -c user.email=e commit -qm m --allow-empty"):
+        subprocess.run(["git", "-C", tmp_path, *words.split()], check=True)
+    (tmp_path / "below").mkdir()
+    assert re.fullmatch("[0-9a-f]{40}", manifest.git_commit(tmp_path / "below") or "")
 
 
 def test_the_config_repeats_the_run_in_another_folder(
@@ -164,10 +141,10 @@ def test_quiet_is_one_line_and_the_same_records(run: Path, tmp_path: Path, capfd
     assert events(tmp_path / "run", "log")
 
 
-def _shown(live: bool, **start: Any) -> str:
+def _shown(**start: Any) -> str:
     """Return what a console shows of a run with this start."""
-    screen = Screen(force_terminal=live, width=200, record=True, _environ={})
-    terminal = Terminal(screen, screen, live=live)
+    screen = Screen(width=200, record=True, _environ={})
+    terminal = Terminal(screen, screen, live=False)
     begun = {"total_steps": 3, "epochs": 1, "steps_per_epoch": 3, "first_step": 0, "lines": ()}
     terminal.record("start", **begun, **start)
     terminal.record("log", step=3, epoch=0, loss=1.0, lr=0.1, samples_per_s=50.0)
@@ -180,9 +157,9 @@ def _shown(live: bool, **start: Any) -> str:
 
 
 def test_only_images_are_called_so_and_five_of_five_classes_are_no_success() -> None:
-    assert _shown(False, shape=[8], classes=5).count("samples/s") == 2
-    assert not re.search("image|top-5", _shown(False, shape=[8], classes=5))
-    told = _shown(False, shape=[3, 32, 32], classes=10)
+    assert _shown(shape=[8], classes=5).count("samples/s") == 2
+    assert not re.search("image|top-5", _shown(shape=[8], classes=5))
+    told = _shown(shape=[3, 32, 32], classes=10)
     assert (told.count("images/s"), told.count("top-5 100.00%"), told.count("9 images")) == (2, 2, 1)
 
 
@@ -192,11 +169,6 @@ def test_a_table_is_spoken_of_as_one(tmp_path: Path, capfd: pytest.CaptureFixtur
     told = capfd.readouterr().out
     assert "samples/s" in told
     assert not re.search("image|top-5|channels", told)
-
-
-def test_a_person_at_a_terminal_is_told_what_to_try_next() -> None:
-    assert "lockstep eval runs/a, tensorboard --logdir runs\n" in _shown(True, classes=10)
-    assert "tensorboard" not in _shown(False, classes=10)
 
 
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 On a terminal one line at the bottom moves, and results scroll by above it:
 
-    epoch  2/10 ━━━━╸━━━━━━━━━━━━━ 392/1,960  loss 1.5541  train 78.4%  5,512 images/s  2 min 52 s left
+    epoch  2/10 ━━━━╸━━━━━━━━━━━━━━━━━━━━ loss 1.5541  train 78.4%  5,512 images/s  2 min 52 s left
 
 The bar goes to stderr, results to stdout. Without a terminal there is no control code, but a line at most every few
 seconds, and at the end of each epoch. The bar is drawn on `log` events alone: a thread would take time from training.
@@ -11,14 +11,13 @@ seconds, and at the end of each epoch. The bar is drawn on `log` events alone: a
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from ..errors import counted
 from ..screen import Part, Screen, line
@@ -27,7 +26,6 @@ from .checks import Check
 
 PLAIN_EVERY_S = 5.0  # between two lines where there is no terminal, at least: a day's run stays readable
 _DRAW_EVERY_S = 0.1  # one drawing of the bar takes about a millisecond
-_LEAST_BAR = 12  # columns of the bar itself; on a narrow terminal numbers make room for it
 
 
 class Notices(Recorder):
@@ -99,8 +97,8 @@ class Terminal(Notices):
         if self._live:
             self._bar = Progress(
                 TextColumn("{task.description}", style="bold"),
-                BarColumn(bar_width=None, style="bright_black", complete_style="cyan", finished_style="green"),
-                TextColumn("{task.fields[numbers]}"),
+                BarColumn(None, "bright_black", "cyan", "green"),
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
                 console=self._err,
                 auto_refresh=False,
                 expand=True,
@@ -132,9 +130,8 @@ class Terminal(Notices):
         if self._bar is None:
             self._out.say("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"]))
         else:
-            total = self._run["total_steps"]
-            count = f"{fields['step']:,}" + (f"/{total:,}" if total else "")
-            self._numbers = _fit(count, parts, self._err.width - len(epoch) - _LEAST_BAR)
+            count = [] if self._run["total_steps"] else [f"{fields['step']:,}"]  # elsewhere the bar shows it
+            self._numbers = "  ".join([*count, *parts])
             self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
 
     def _epoch(self, fields: Mapping[str, Any]) -> str:
@@ -167,11 +164,6 @@ class Terminal(Notices):
         self._out.say()
         for parts in _ended(fields, self._run):
             self._out.say(*parts)
-        if self._live and fields["output"] and "classes" in self._run:
-            run = shlex.quote(fields["output"])
-            above = shlex.quote(str(Path(fields["output"]).parent))
-            tries = f"lockstep eval {run}, tensorboard --logdir {above}"
-            self._out.say((f"worth a try: {tries}", "bright_black"))
 
 
 def _unit(run: Mapping[str, Any]) -> str:
@@ -206,14 +198,6 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[
         yield ("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in held.items()),)
     if fields["output"]:
         yield "written to ", (fields["output"], "cyan")
-
-
-def _fit(count: str, parts: list[str], width: int) -> str:
-    """Join `count` and `parts` within `width` columns. Drops what does not fit; the time left goes last."""
-    for some in ([count, *parts], parts, [parts[0], *parts[2:]], [parts[0], parts[-1]]):
-        if len(text := "  ".join(some)) <= width:
-            return text
-    return parts[0]
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -30,30 +29,13 @@ def versions() -> dict[str, str | None]:
     return own | {name: version_of(name) for name in ("lockstep-torch", "torchvision", "numpy", "safetensors")}
 
 
-def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit of `folder`, and whether tracked files differ. None where git gives none.
-
-    Git would run the monitor, the hooks and the filters that another user's folder configures. So files are compared
-    from an empty git folder with that one's index and objects; files stored filtered (LFS) may count as changed.
-    """
-    found: dict[str, Any] = {"git_commit": None, "git_dirty": None}
-    # There may be no git, no repository, or one that takes long.
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        asked = ("rev-parse", "HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects")
-        commit, top, index, objects = _git(folder, *asked).stdout.splitlines()
-        found["git_commit"] = commit
-        with tempfile.TemporaryDirectory() as bare:
-            own = {"GIT_DIR": bare, "GIT_WORK_TREE": top, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
-            _git(folder, "init", "--quiet", "--template=", **own)
-            own |= {"GIT_INDEX_FILE": str(folder / index), "GIT_OBJECT_DIRECTORY": str(folder / objects)}
-            compared = _git(Path(top), "diff-index", "--quiet", "--ignore-submodules", commit, **own)
-        found["git_dirty"] = {0: False, 1: True}.get(compared.returncode)
-    return found
-
-
-def _git(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = ["env", *(f"{name}={value}" for name, value in env.items()), "git", "-c", "core.fsmonitor=false", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=False)
+def git_commit(folder: Path) -> str | None:
+    """Return the commit of `folder`; None without git or a repository. Runs nothing that the repository configures."""
+    command = ["git", "rev-parse", "--verify", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return None
 
 
 def command_line(argv: list[str]) -> str:
@@ -111,11 +93,12 @@ class Documents(Recorder):
             "host": platform.node(),
             "folder": str(Path.cwd()),
             "command": command_line(sys.argv),
+            "git_commit": git_commit(Path.cwd()),
             "versions": versions(),
             "platform": platform.platform(),
         }
         decided = {"batch_plan": fields["plan"], "chosen": fields["chosen"], "first_step": self._first_step}
-        write_json(self._folder / "manifest.json", about | git_state(Path.cwd()) | self._facts | decided)
+        write_json(self._folder / "manifest.json", about | self._facts | decided)
 
     def _end(self, ended: Mapping[str, Any]) -> None:
         # Values that this process did not measure, since it continued a run, stay as they were.
