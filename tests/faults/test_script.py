@@ -127,7 +127,7 @@ def test_data_workers_of_a_script_that_fails_leave_nothing(tmp_path: Path) -> No
         (2, "exit", 1, "lockstep: Rank 1 failed at .*: it called sys.exit.3. before it was done\n"),
         (1, "never", 2, "lockstep: train.py never calls lockstep.session.*\n"),
         (2, "never", 2, "lockstep: train.py never .* each of 2 processes ran it separately; .*\n"),
-        (2, "twice", 2, "lockstep: lockstep.session.. was called twice: .*\n"),
+        (2, "twice", 2, r"lockstep: lockstep.session.. was called twice: .* The call is at train.py:\d+\.\n"),
         (2, "stopped", 75, "lockstep: It was stopped.\n"),
         (1, "unclosed", 1, "(.*\n)*lockstep: Rank 0 failed at .*: ValueError: labels reach 10\n"),
     ],

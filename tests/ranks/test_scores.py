@@ -275,13 +275,14 @@ def test_the_command_writes_where_it_is_told_and_through_no_link(
     capsys.readouterr()
     assert main(["eval", "run/checkpoints/last", "--split", "validation", "--predictions", "held.csv"]) == 0
     assert capsys.readouterr().out.startswith("validation accuracy ")
-    told = json.loads(Path("run/scores.json").read_text())
+    told = json.loads(Path("run/scores-validation.json").read_text())
     assert (told["split"], told["samples"], told["step"]) == ("validation", 143, 2)
     assert sum(each["samples"] for each in told["classes"]) == 143
     assert told["checkpoint"] == "run/checkpoints/step-00000002"
     held = _held(0.1, 0).tolist()
     assert [int(row["index"]) for row in csv.DictReader(Path("held.csv").read_text().splitlines())] == held
-    shutil.move("run/scores.json", "mine.json")
+    assert not Path("run/scores.json").exists()
+    shutil.move("run/scores-validation.json", "mine.json")
     before = Path("mine.json").read_bytes()
     Path("run/scores.json").symlink_to(Path("mine.json").absolute())
     capsys.readouterr()

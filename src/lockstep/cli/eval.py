@@ -37,7 +37,6 @@ train.
                         not writable)
 """
 
-SCORES = "scores.json"
 SPLITS = ("validation", "test", "train")
 _AT_ONCE = 1024
 """Limit on the run's batch for a rank's evaluation, in images of 224 pixels: more ranks may have trained the run."""
@@ -70,7 +69,8 @@ def main(given: list[str]) -> int:
     if scores is not None:
         # Of five classes or fewer it is 100 % whatever the model does.
         top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""
-        trouble = _unwritten(folder / SCORES, scores)
+        name = "scores.json" if split == "test" else f"scores-{split}.json"
+        trouble = _unwritten(folder / name, scores)
         with output.written():
             Screen().say(
                 f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from ..config.schema import RunConfig
 from ..errors import AbsentError, LockstepError, ProofError, RequestError, RunError, Stopped, UnmatchedError
-from ..files import own_folder, read, write_whole
+from ..files import own_folder, read, shown, write_whole
 from ..printable import visible
 
 _KINDS: dict[str, type[LockstepError]] = {
@@ -166,6 +166,13 @@ def place(error: BaseException) -> str:
     frames += map(":".join, _WORKER_FRAME.findall(_words(error)))
     own = [frame for frame in frames if not is_machinery(frame)] or frames
     return f" at {own[-1]}" if own else ""
+
+
+def users_place(error: BaseException) -> str:
+    """Return FILE:LINE of the innermost frame of the user's own code, or ""."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+    own = [frame for frame in frames if not frame.filename.startswith(f"{_LOCKSTEP}/")]
+    return f"{shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
 
 
 def below_runners(trace: TracebackType | None) -> TracebackType | None:

@@ -213,6 +213,8 @@ def _error_to_raise(error: BaseException, rank: int) -> BaseException:
     raises: BaseException
     if isinstance(error, UnmatchedError):
         raises = RunError(failures.describe(error, rank).sentence)
+    elif type(error) is RequestError and (place := failures.users_place(error)):
+        raises = RequestError(f"{error} The call is at {place}.")
     elif isinstance(error, LockstepError) or not isinstance(error, Exception | SystemExit):
         return error
     else:
