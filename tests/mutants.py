@@ -619,7 +619,7 @@ a name has lines of its own: screen.py
 a strip is resized whole: data/folder.py
 - if max(image.size) <= longest:
 + if longest:
-= unit/test_dialects.py::test_no_environment_does_more_than_be_refused
+= unit/test_environments.py::test_no_environment_does_more_than_be_refused
 a number of any length is read: launchers/environments.py
 -  and len(text) <= _MOST_DIGITS
 = unit/test_links.py::test_what_is_opened_late_or_elsewhere_is_no_link_either[a log]

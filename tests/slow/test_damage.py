@@ -17,7 +17,7 @@ UNIT = Path(__file__).parents[1] / "unit"
     [
         "test_foreign.py::test_any_damage_is_a_sentence",
         "test_folder.py::test_a_damaged_image_is_an_image_or_refused",
-        "test_dialects.py::test_no_environment_does_more_than_be_refused",
+        "test_environments.py::test_no_environment_does_more_than_be_refused",
     ],
 )
 def test_no_damage_of_ten_thousand_is_a_trace_or_a_hang(test: str) -> None:

@@ -1,4 +1,4 @@
-"""What srun and mpirun say through variables, read without either; tests/real has the real ones."""
+"""Environment variables of srun, mpirun and torchrun, without these programs; tests/real runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..starting import config
 PORT = 10_000 + 7 * 16
 
 
-def test_the_first_host_of_a_list_is_scontrols() -> None:
+def test_the_first_host_of_a_list() -> None:
     lists = ("n[1-3,5],m2", "m2,n[1-3]", "n[08-11]-ib", "r[1-2]n[3,5]", "n[1-99999999]", f"n[{'9' * 5000}]")
     assert [environments.first_host(text) for text in lists] == ["n1", "m2", "n08-ib", "r1n3", "n1", f"n{'9' * 5000}"]
 
@@ -45,7 +45,7 @@ def test_the_first_host_of_a_list_is_scontrols() -> None:
         ("batch open-mpi", {"rank": 1, "size": 2}),
     ],
 )
-def test_variables_say_the_place(words: str, place: dict[str, Any]) -> None:
+def test_variables_give_the_topology(words: str, place: dict[str, Any]) -> None:
     env = environment(words)
     found = environments.read(env)
     told = dataclasses.asdict(found.topology) | {"knows_node": found.knows_node}
@@ -53,20 +53,20 @@ def test_variables_say_the_place(words: str, place: dict[str, Any]) -> None:
     assert plan(config(), env).config.parallel.strategy == "ddp"
 
 
-def test_ranks_of_one_node_know_one_another_wherever_their_error_files_are() -> None:
+def test_ranks_of_one_node_have_one_endpoint() -> None:
     files = ("error.json", "/a/0/error.json", "/a/1/attempt/0/error.json")
     envs = [environment(f"ranks TORCHELASTIC_ERROR_FILE={file}") for file in files]
     assert len({environments.read(env).endpoint for env in envs}) == 1
 
 
-def test_steps_of_neighbouring_jobs_meet_at_ports_of_their_own() -> None:
+def test_job_steps_have_ports_of_their_own() -> None:
     jobs = [f"srun SLURM_JOB_ID={job} SLURM_STEP_ID={step}" for job in range(1000, 1100) for step in range(4)]
     ports = {environments.read(environment(words)).topology.port for words in jobs}
     assert len(ports) == len(jobs)
     assert max(ports) < 32_768
 
 
-def test_ranks_follow_from_the_place_in_an_array_of_even_steps() -> None:
+def test_tasks_of_an_array_are_ranks() -> None:
     assert environments.of_array(environment("array")) == (2, 4)
     with pytest.raises(RequestError, match="such as --array=0-3 of one task each"):
         environments.of_array(environment("array SLURM_ARRAY_TASK_COUNT=3"))
@@ -83,7 +83,7 @@ def test_ranks_follow_from_the_place_in_an_array_of_even_steps() -> None:
         "array",  # which is as many runs
     ],
 )
-def test_a_process_that_is_alone_may_be_so(words: str) -> None:
+def test_a_single_process_starts_its_own_ranks(words: str) -> None:
     assert plan(config(), environment(words)).launcher == "inline"
     assert plan(config(devices=2), environment(words)).launcher == "spawn"
 

@@ -1,4 +1,4 @@
-"""What each rank says is kept, whichever way it is said."""
+"""The output of each rank is kept in a file, however it is written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 _HEAD = """
 import os, sys
 from pathlib import Path
-from lockstep.monitor import output as said
-with said.kept(Path(sys.argv[1]), shown=sys.argv[2] == "shown"):
+from lockstep.monitor import output
+with output.kept(Path(sys.argv[1]), shown=sys.argv[2] == "shown"):
 """
-SAYS = """
+WRITES = """
     print("by print")
     print("by stderr", file=sys.stderr)
     os.write(2, b"by C\\n")
@@ -47,32 +47,32 @@ def _runs(code: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(started, capture_output=True, text=True, check=False)
 
 
-def test_the_console_has_everything_and_the_file_no_cursors_moves(tmp_path: Path) -> None:
+def test_the_file_has_the_output_without_cursor_moves(tmp_path: Path) -> None:
     path = tmp_path / "output" / "rank_1.txt"
-    done = _runs(SAYS, path, "shown")
+    done = _runs(WRITES, path, "shown")
     assert path.read_text() == "by print\nby stderr\nbold\nan event above the bar\n"
     assert "bar 50%" in done.stdout
     assert done.stdout.endswith("after\n")
     assert done.stderr == "by stderr\nby C\n"
 
 
-def test_the_file_has_all_that_others_say_and_the_last_words_of_one_that_is_killed(tmp_path: Path) -> None:
+def test_the_file_has_the_output_of_programs_and_of_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "rank_1.txt"
-    done = _runs(SAYS.replace('print("after")', "") + CRASHES, path, "kept")
+    done = _runs(WRITES.replace('print("after")', "") + CRASHES, path, "kept")
     assert (done.returncode, done.stdout, done.stderr) == (-9, "", "")
     for line in ("by print", "by stderr", "by C", "by a program", "by C, and no more"):
         assert f"{line}\n" in path.read_text()
 
 
 @pytest.mark.parametrize("shown", ["shown", "kept"])
-def test_a_full_disk_ends_nobody_who_says_something(shown: str) -> None:
-    says = SAYS.replace('os.write(2, b"by C\\n")', "")  # which is refused to whoever asks
-    done = _runs(says, "/dev/full", shown)
+def test_output_survives_a_full_disk(shown: str) -> None:
+    code = WRITES.replace('os.write(2, b"by C\\n")', "")
+    done = _runs(code, "/dev/full", shown)
     assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
     assert done.stdout.endswith("after\n")
 
 
-def test_a_terminal_stays_one_and_has_all(tmp_path: Path) -> None:
+def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.txt"
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
