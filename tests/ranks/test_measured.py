@@ -18,11 +18,9 @@ from lockstep.compare import forecast, records, timeline
 from lockstep.compare.measured import COMPARED, FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
-from lockstep.errors import RunError
 from lockstep.record.console import Notices
 from lockstep.runs.opened import open_run
 from lockstep.sessions.hooks import Hooks
-from lockstep.sessions.script import Script
 from lockstep.sessions.session import Session
 from lockstep.trainer import run
 from lockstep.world.world import World
@@ -188,36 +186,3 @@ def test_compared_steps_have_the_draws_of_one_device_and_timed_ones_the_jobs_own
     first, second = drawn[2]
     assert first[:COMPARED] == second[:COMPARED] == drawn[1][0][:COMPARED]
     assert (first[COMPARED:] == second[COMPARED:]) == (draws == "global")
-
-
-SCHEDULED = """
-import torch, lockstep
-
-session = lockstep.session()
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
-loader = torch.utils.data.DataLoader(torch.ones(32, 4), batch_size=4)
-model, optimizer, loader = session.prepare(model, optimizer, loader)
-for _ in session.epochs(1):
-    for x in loader:
-        session.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-"""
-
-
-def _measured_script(world: World, script: Path) -> str:
-    try:
-        measure(Script(str(script)), 6, override(RunConfig(), accelerator="cpu", output=script.parent / "run"), world)
-    except RunError as error:
-        return str(error)
-    return ""
-
-
-def test_a_schedule_that_ends_and_was_not_prepared_says_what_to_do(pool: RankPool, tmp_path: Path) -> None:
-    (path := tmp_path / "train.py").write_text(SCHEDULED)
-    sentence = pool.run(1, _measured_script, path)[0]
-    assert "Tried to step" in sentence
-    assert "past the job's own last step, 8: give what counts steps, such as a schedule, to session.prepare" in sentence

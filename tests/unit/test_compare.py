@@ -175,16 +175,17 @@ def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> 
     table = [row("one", 10.0), row("two", 15.0, 2, same_model=True)]
     take, why, limit = answer.sentences(table, lambda flags: ["lockstep", "train", "digits", *flags])
     assert take == "Take: lockstep train digits --devices 2"
-    assert why.startswith("It is 1.50× (1.50–1.50) as fast as one, the next")
-    assert limit.startswith("60% of its step is exchanging gradients")
-    other = [table[0], row("two", 15.0, 2, same_model=False, loss_gap=0.1)]
+    assert why == "two is 1.50× (1.50–1.50) as fast as one, the next."
+    assert limit.startswith("60% of two's step is exchanging gradients")
+    other = [table[0], row("two", 15.0, 2, same_model=False, another="its losses differ by 0.1")]
     take, why, but, _ = answer.sentences(other, lambda flags: ["lockstep", *flags])
     assert take == "Take: lockstep --devices 1"
-    assert "as fast as two" not in why, "another model is no rival"
-    assert but.startswith("two would be 1.50× as fast, but its model is another one")
+    assert why.startswith("one is the only variant"), "another model is no rival"
+    assert but == "Not the same model: two (its losses differ by 0.1)."
     noise = row("two", 10.2, 2, series=series("two", [15.0, 8.0, 9.0]))
-    _, why, _ = answer.sentences([table[0], noise], list)
-    assert why == "The races do not tell it and two apart by speed; it needs the fewest devices."
+    take, why, _ = answer.sentences([table[0], noise], lambda flags: ["x", *flags])
+    assert take == "Take: x --devices 1"
+    assert why.endswith("one cannot be distinguished from it at 98%, and one needs the fewest devices.")
 
 
 def training(*evals: tuple[int, float, float], reached: bool = False, failed: str = "") -> Trial:
@@ -327,28 +328,25 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
         found = [series(name, [10.0, 10.1], trainings=trained(each)) for name, each in mine.items()]
         return answer.sentences(table_of(found, target), lambda flags: ["x", *flags], target)
 
-    take, why, never, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
+    take, why, never, accuracies, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
     assert take == "Take: x --devices 2"
-    assert (
-        why == "b reaches 94% first, after 10 ± 1.1 s of training: 9.97 s (9.73–10.2) before a, and with 3 of 3 seeds."
-    )
+    assert why == "b reaches 94% first, after 10.03 ± 1.1 s of training, with 3 of 3 seeds."
     assert never == "c: 0 of 3 seeds reached 94%."
-    take, why, _ = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
+    assert accuracies == "Accuracies: a 95 ± 0 % (a tie), b 95 ± 0 %, c 50 ± 0 % (lower)."
+    take, why, *_ = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
     assert take == "Take: x --devices 1", "as soon, and on fewer devices"
-    assert "3 seeds do not tell a apart from it at 98%, and a needs the fewest devices" in why
-    take, why, some, _ = answered({"a": [20.0, 21.0], "b": [1.0, None]})
+    assert "; a cannot be distinguished from it at 98%, and a needs the fewest devices" in why
+    take, why, some, *_ = answered({"a": [20.0, 21.0], "b": [1.0, None]})
     assert take == "Take: x --devices 1", "with more seeds"
-    assert some.startswith("b: 1 of 2 seeds reached 94%")
-    take, *_, one, other, _ = answered({"a": [None], "b": [None]})
-    assert take.startswith("Take: x"), "by speed"
-    assert ("a: 0 of 1 seeds" in one, "b: 0 of 1 seeds" in other) == (True, True)
-    take, _, accuracy, _ = answered({"c": [None, None], "a": [1.0, 1.0], "b": [1.0, None]}, None)
+    assert some == "b: 1 of 2 seeds reached 94%."
+    take, why, one, other, *_ = answered({"a": [None], "b": [None]})
+    assert "as fast as" in why
+    assert (one, other) == ("a: 0 of 1 seeds reached 94%.", "b: 0 of 1 seeds reached 94%.")
+    take, _, accuracies, _ = answered({"c": [None, None], "a": [1.0, 1.0], "b": [1.0, None]}, None)
     assert take == "Take: x --devices 2", "c needs fewer devices, and is less accurate"
-    assert accuracy == (
-        "a ends at an accuracy of 95 ± 0 %; c 45.00–45.00 points below it; 2 seeds do not tell b apart from it at 98%."
-    )
-    *_, accuracy, _ = answered({"a": [1.0], "b": [None]}, None)
-    assert "one seed cannot tell b apart from it" in accuracy
+    assert accuracies == "Accuracies: c 50 ± 0 % (lower), a 95 ± 0 %, b 72.5 ± 32 % (a tie)."
+    *_, accuracies, _ = answered({"a": [1.0], "b": [None]}, None)
+    assert accuracies == "Accuracies of one seed, without a spread to judge them by: a 95 %, b 50 %."
 
 
 def told(name: str = "two<script>") -> Report:

@@ -68,7 +68,7 @@ _ENDLESS = 10**6
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _WATCHED: dict[str, Any] = {
     "measured": measured.measure,
-    "measured-as-is": measured.measure_as_is,
+    "measured-as-is": partial(measured.measure, draws=""),
     "share": measured.measure_share,
     "raced": measured.race,
 }

@@ -12,6 +12,7 @@ from ..monitor.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 _FLOAT64_BYTES = 8  # of a number that SyncBatchNorm exchanges
 
@@ -122,8 +123,8 @@ class MarkedProgress(Progress):
     folder, failed = _passed_on("folder"), _passed_on("failed")
 
 
-def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> None:
-    """Have the clock mark a step's exchanges between ranks.
+def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> list[RemovableHandle]:
+    """Have the clock mark a step's exchanges between ranks. Returns the hooks.
 
     A mark is (kind, bytes that a rank gives to the exchange, the parameter's number).
     """
@@ -144,11 +145,13 @@ def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -
             kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
             output.register_hook(marking(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
-    held = nn.ModuleList(models)  # a parameter that models share counts once
-    for module in held.modules():
+    hooks: list[RemovableHandle] = []
+    together = nn.ModuleList(models)  # a parameter that models share counts once
+    for module in together.modules():
         if synchronous(module) is not None:
-            module.register_forward_pre_hook(before_norm)
-            module.register_forward_hook(after_norm)
-    for number, each in enumerate(held.parameters()):
-        if each.requires_grad:
-            each.register_post_accumulate_grad_hook(marking(GRADIENT, each.nbytes, number))  # type: ignore[no-untyped-call]
+            hooks += [module.register_forward_pre_hook(before_norm), module.register_forward_hook(after_norm)]
+    for number, parameter in enumerate(together.parameters()):
+        if parameter.requires_grad:
+            mark = marking(GRADIENT, parameter.nbytes, number)
+            hooks.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
+    return hooks

@@ -62,11 +62,6 @@ def measure(
     _watch(job, config, Measurement(world, partial(_probed, steps=steps, is_profiled=is_profiled), draws=draws))
 
 
-def measure_as_is(job: Job, steps: int, config: RunConfig, world: World) -> None:
-    """Measure as `measure` does, with the job's own draws from the first step on."""
-    measure(job, steps, config, world, draws="")
-
-
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
     """Measure one rank alone as the first of `ranks`. Raises as `measure` does.
 
@@ -94,14 +89,11 @@ class Measurement(Hooks):
 
     def __init__(self, world: World, course: Course, *, marks_phases: bool = True, draws: str = "") -> None:
         """Advance `course` of this measurement at the end of each step. The first ones draw as `draws` says."""
-        from .counted import CountedWorld  # which imports torch; the command does not
-
         self.clock = Clock(on_gpu=world.device.type == "cuda")
         self.progress = MarkedProgress(world.progress, self.clock if marks_phases else None)
-        self.world = CountedWorld.of(world, progress=self.progress)
+        self.world = dataclasses.replace(world, progress=self.progress)
         """The world to give to the job."""
         self.made, self.draws = 0, draws
-        self._session: Session | None = None
         self._course = course(self)
         next(self._course)
 
@@ -115,7 +107,6 @@ class Measurement(Hooks):
     def ended_step(self, session: Session) -> None:
         """Mark the end of a step (*collective*)."""
         self.made += 1
-        self._session = session
         self.clock.end_step(self.progress.phase)
         self._course.send(session)
 
@@ -123,38 +114,19 @@ class Measurement(Hooks):
         """Mark that steps begin again."""
         self.clock.go_on()
 
-    @property
-    def past_end(self) -> int:
-        """The step at which the job by itself would have ended, if it has gone on from there; else 0."""
-        if self._session is None:
-            return 0
-        loop = self._session.loop
-        is_past = loop.epochs is not None and loop.position.epochs >= loop.epochs
-        return loop.total_steps if is_past else 0
-
 
 class _EnoughError(BaseException):
     """Ends the job once measured, through any `except Exception` of a script."""
 
 
 def _watch(job: Job, config: RunConfig, measurement: Measurement) -> None:
-    """Run the job until the measurement ends it. Raises `RunError` where the job ends first, or fails."""
-    try:
+    """Run the job until the measurement ends it. Raises `RunError` where the job ends first."""
+    with contextlib.suppress(_EnoughError):
         job(config, measurement.world, measurement)
-    except _EnoughError:
-        return
-    except RunError as error:
-        if not (end := measurement.past_end):
-            raise
         raise RunError(
-            f"{str(error).rstrip('.')}. A measurement goes on past the job's own last step, {end}: give what counts "
-            "steps, such as a schedule, to session.prepare, or measure fewer by --steps.",
-            trace=error.trace,
-        ) from error
-    raise RunError(
-        f"The job has ended after {measurement.made} steps, before enough were measured: give it more epochs, and "
-        "train through lockstep.session()."
-    )
+            f"The job ended after {measurement.made} steps, before enough were measured: give it more epochs, and "
+            "train through lockstep.session()."
+        )
 
 
 def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Generator[None, Session, None]:
@@ -172,10 +144,14 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
         session.draw_by_rank()
     yield
     warm_up = measurement.made
-    sent_bytes = world.count.size_bytes
+    exchanges, models, on_gpu = Clock(), [*loop.prepared.models.values()], world.device.type == "cuda"
+    hooks = mark_exchanges(models, exchanges, on_gpu=on_gpu)
     with FlopCounterMode(display=False) as counter:
         yield
-    counts = {"bytes": world.count.size_bytes - sent_bytes, "flops": counter.get_total_flops()}
+    exchanges.end_step()
+    for hook in hooks:
+        hook.remove()
+    counts = {"bytes": _sent_bytes(exchanges.profile()["points"]), "flops": counter.get_total_flops()}
     yield
     while (more := _number_in(measurement, _WARM_S) - (measurement.made - warm_up)) > 0:
         yield from _pass(more)
@@ -188,7 +164,7 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     if is_profiled:  # as one rank of several, without the others
         found["overlaps"] = True
         measurement.progress.clock = None
-        mark_exchanges(loop.prepared.models.values(), clock, on_gpu=world.device.type == "cuda")
+        mark_exchanges(models, clock, on_gpu=on_gpu)
         clock.restart()
         yield from _pass(steps)
         found["profile"] = clock.profile()
@@ -254,7 +230,7 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
         "peak_memory_bytes": {"host": host, "device": device or None},
         "flops_a_step": flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
-        "bytes_a_step": counts["bytes"] + _gradient_bytes(loop, world) if world.size > 1 else None,
+        "bytes_a_step": counts["bytes"] if world.size > 1 else None,
     }
 
 
@@ -293,11 +269,12 @@ def _signal_workers(number: int) -> None:
                 os.kill(worker.pid, number)
 
 
-def _gradient_bytes(loop: Loop, world: World) -> int:
-    """Return the bytes that DistributedDataParallel exchanges by itself."""
-    prepared = loop.prepared
-    models = prepared.models.values()
-    return sum(each.nbytes for model in models for each in model.parameters() if each.requires_grad)
+def _sent_bytes(points: list[tuple[str, int, int]]) -> int:
+    """Return the bytes that a rank gives to a step's exchanges; of several micro-batches, gradients once."""
+    from .timeline import GRADIENT
+
+    gradients = {number: size_bytes for kind, size_bytes, number in points if kind == GRADIENT}
+    return sum(gradients.values()) + sum(size_bytes for kind, size_bytes, _ in points if kind != GRADIENT)
 
 
 def _joules(gpus: list[Any], *, has_processors: bool) -> float:
