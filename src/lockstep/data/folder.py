@@ -11,14 +11,13 @@ import dataclasses
 import io
 import os
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,17 +42,12 @@ _ENDINGS = (
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tif", ".tiff"),
 )
 """Pillow's for these formats."""
-_BITS_PER_SAMPLE, _SAMPLE_FORMAT = 258, 339  # tags of TIFF
 _MOST_BYTES = 1 << 30
 _SCAN = re.compile(rb"\xff\xda\0(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _SCANS = 16
 """A progressive JPEG has about ten, each a pass over all pixels; its file may have 95 bytes."""
 _MOST_PIXELS = 80_000_000
 """Pillow does not warn below this. A file of 34 bytes can have as many pixels."""
-_LONGEST = 16
-"""Longest length, in shorter sides, before a centre crop: more would be resized to be cut off."""
-_MOST_PATHS = 100
-"""To one folder. Each of a chain of folders may have two links to the next: 2 ** depth paths."""
 
 
 @dataclass(frozen=True)
@@ -88,35 +82,15 @@ def decode(path: Path) -> Image.Image:
                 raise ValueError(f"{image.width} × {image.height} pixels in {scans} scans are too many")
             if image.tile and image.tile[0][0] == "bmp_rle":
                 raise ValueError("it is a compressed BMP, which takes Pillow seconds")
-            return _as_bytes(image).convert("RGB")
+            if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would clip at 255
+                raise ValueError(f"its pixels have mode {image.mode}; save it with 8 bits for each channel")
+            return image.convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, …
         unknown = f"it is none of {', '.join(_KINDS)}" if isinstance(error, UnidentifiedImageError) else ""
         reason = unknown or getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise RequestError(
             f"{path} cannot be decoded ({reason}); repair or remove it, or leave such files out with --skip-corrupt."
         ) from error
-
-
-def _as_bytes(image: Image.Image) -> Image.Image:
-    """Scale a grey image of more than 8 bits, or of floats from 0 to 1, to bytes. Pillow would clip it at 255.
-
-    Raises `ValueError` for values whose white is unknown.
-    """
-    if image.mode != "F" and not image.mode.startswith("I"):
-        return image
-    from PIL import Image
-
-    tags: Any = getattr(image, "tag_v2", {})  # elsewhere 16 bits: Pillow scales a PGM of fewer
-    bits, kind = tags.get(_BITS_PER_SAMPLE, (16,))[0], tags.get(_SAMPLE_FORMAT, (1,))[0]
-    white = 1 if image.mode == "F" else 2**bits - 1
-    values = np.asarray(image, np.float32)
-    if image.mode == "F" and not 0 <= values.min() <= values.max() <= 1:
-        found = f"its values range from {values.min():g} to {values.max():g}, not from 0 to 1"
-        raise ValueError(f"{found}: save it with 8 or 16 bits")
-    if image.mode != "F" and (bits > 16 or kind != 1):
-        found = f"it has {'signed ' if kind == 2 else ''}integers of {bits} bits, which do not say what white is"
-        raise ValueError(f"{found}: save it with 8 or 16 bits")
-    return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
 
 
 def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
@@ -134,22 +108,23 @@ def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Im
 
 
 def _centre(image: Image.Image, size: int) -> Image.Image:
-    """Resize to a shorter side of 256/224 of `size`; crop the centre. As torchvision's `Resize` and `CenterCrop`."""
+    """Resize to a shorter side of 256/224 of `size`; crop the centre.
+
+    As torchvision's `Resize` and `CenterCrop`, within one of 255 levels. Computes the centre alone: of a long strip,
+    nearly all would be cut off.
+    """
     from PIL.Image import Resampling
 
-    image = _short_enough(image)
-    width, height = (size * 256 // 224 * side // min(image.size) for side in image.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    return image.resize((width, height), Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    (left, right), (top, bottom) = (
+        _middle(side, size * 256 // 224 * side // min(image.size), size) for side in image.size
+    )
+    return image.resize((size, size), Resampling.BILINEAR, box=(left, top, right, bottom))
 
 
-def _short_enough(image: Image.Image) -> Image.Image:
-    """Cut the ends off an image much longer than wide."""
-    longest = _LONGEST * min(image.size)
-    if max(image.size) <= longest:
-        return image
-    left, top = (max(0, (side - longest) // 2) for side in image.size)
-    return image.crop((left, top, min(image.width, left + longest), min(image.height, top + longest)))
+def _middle(side: int, resized: int, size: int) -> tuple[float, float]:
+    """Return the ends, in pixels of `side`, of the middle `size` pixels after resizing to `resized`."""
+    start = round((resized - size) / 2)
+    return side * start / resized, side * (start + size) / resized
 
 
 def folders(config: DataConfig) -> dict[str, str]:
@@ -168,12 +143,9 @@ def folders(config: DataConfig) -> dict[str, str]:
     return found
 
 
-def _classes(root: Path) -> dict[str, list[str]]:
-    """Return {class: its folders}, in ImageFolder's order. Unicode spells é in two ways, and a Mac's disk in one."""
-    classes: dict[str, list[str]] = {}
-    for name in sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith(".")):
-        classes.setdefault(unicodedata.normalize("NFC", name), []).append(name)
-    return classes
+def _classes(root: Path) -> list[str]:
+    """Return the classes, in ImageFolder's order."""
+    return sorted(item.name for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
 
 
 def _scan(config: DataConfig) -> Arrays:
@@ -185,12 +157,9 @@ def _scan(config: DataConfig) -> Arrays:
         if different := sorted({*classes} ^ {*_classes(config.dir / name)}):
             some = f"{', '.join(different[:5])} ({len(different)} in all)"
             raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
-    for split, name in found.items():
-        root = config.dir / name
-        class_folders = _classes(root)
-        files = [
-            [path for folder in class_folders[each] for path in _images(root, folder, other_files)] for each in classes
-        ]
+    for split, folder in found.items():
+        root = config.dir / folder
+        files = [_images(root, name, other_files) for name in classes]
         if config.skip_corrupt:
             every = [root / path for paths in files for path in paths]
             with ThreadPoolExecutor(hardware.cpus()) as threads:  # Pillow decodes without the interpreter's lock
@@ -198,7 +167,7 @@ def _scan(config: DataConfig) -> Arrays:
             files = [[path for path in paths if root / path not in corrupt] for paths in files]
             arrays[f"{split} skipped"] = np.array([os.fsencode(path) for path in corrupt], np.bytes_)
         if not (classes and all(files)):
-            empty = root / [*classes][files.index([])] if classes else root
+            empty = root / classes[files.index([])] if classes else root
             raise RequestError(
                 f"{empty} holds no images ({', '.join(_ENDINGS[:3])}, …) that can be decoded; the layout is "
                 f"{root}/CLASS/*.jpg: put some there, or remove the class from each split."
@@ -211,20 +180,20 @@ def _scan(config: DataConfig) -> Arrays:
 
 
 def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
-    """Return the paths, below `root`, of a class's images, in ImageFolder's order. Linked folders are followed.
+    """Return the paths, below `root`, of a class's images, in ImageFolder's order.
 
+    Links are followed, but each folder is read once: they may lead round in a circle, or to one folder on many paths.
     Counts files of other endings in `other_files`.
     """
     images: list[tuple[str, str]] = []
-    paths = Counter[str]()
+    start = os.path.realpath(root / name)
+    read_folders = {str(parent) for parent in Path(start).parents}
     for folder, inner, files in os.walk(root / name, followlinks=True):
-        if any(each.samefile(folder) for each in Path(folder).parents):  # a link leads round in a circle
+        if (real := os.path.realpath(folder)) in read_folders:
             inner.clear()
             continue
-        inner[:] = [each for each in inner if not each.startswith(".")]
-        paths[real := os.path.realpath(folder)] += 1
-        if paths[real] > _MOST_PATHS:
-            raise RequestError(f"Links in {root / name} lead to {real} on more than {_MOST_PATHS} paths; remove some.")
+        read_folders.add(real)
+        inner[:] = sorted(each for each in inner if not each.startswith("."))
         below = os.path.relpath(folder, root)
         for file in files:
             if file.lower().endswith(_ENDINGS) and not file.startswith("."):
