@@ -24,7 +24,7 @@ test-all: $(READY)  ## the whole suite
 	$(PYTEST)
 
 test-ci: $(READY)  ## all but fifteen sixteenths of the slow ones: SLICE=3/16
-	$(PYTEST) --slowest 10 --slice $(SLICE) tests/real tests/faults tests/slow tests/ranks tests/unit
+	$(PYTEST) --durations 20 --slice $(SLICE) tests/real tests/faults tests/slow tests/ranks tests/unit
 
 mutants: $(READY)  ## over a hundred defects, one after the other: whether a test notices each
 	$(BIN)/python -m tests.mutants

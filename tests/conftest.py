@@ -1,4 +1,4 @@
-"""What all tests share: the tiers that the folders are, how workers divide them, and where their time goes."""
+"""What all tests share: the tiers that the folders are, and how workers divide them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,9 +38,7 @@ _ALONE = ("test_slurm", "test_ray")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what CI asks for."""
-    group = parser.getgroup("tiers")
-    group.addoption("--slice", metavar="K/N", type=_slice, help="of the slow tests, only the K-th part of N, from 0")
-    group.addoption("--slowest", metavar="N", type=int, help="tell each tier's time and its N slowest tests")
+    parser.addoption("--slice", metavar="K/N", type=_slice, help="of the slow tests, only the K-th part of N, from 0")
 
 
 def _slice(text: str) -> tuple[int, int]:
@@ -66,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the slice, and keep together what uses the same daemons."""
     for item in items:
-        if _tier(item.nodeid) == "slow":
+        if item.nodeid.startswith("tests/slow/"):
             item.add_marker(pytest.mark.slow)
     if part := config.getoption("slice"):
         number, count = part  # by its name alone, so that a test stays in its slice whatever is added
@@ -86,26 +83,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in nodeid for nodeid in lost), "pytest-xdist does not keep groups of tests on one worker"
 
 
-def _tier(nodeid: str) -> str:
-    return nodeid.split("/")[1] if nodeid.startswith("tests/") else ""
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell which slice ran, and where the time went."""
+    """Print the slice."""
     if part := config.getoption("slice"):
         terminalreporter.write_line(f"slow tests: slice {part[0]} of {part[1]}, from 0")
-    count = config.getoption("slowest")
-    if count is None:
-        return
-    tiers: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                tiers[_tier(report.nodeid)][report.nodeid] += report.duration
-    for tier, tests in sorted(tiers.items()):
-        terminalreporter.write_line(f"{tier}: {sum(tests.values()):.0f} s in {len(tests)} tests")
-        for nodeid, duration_s in sorted(tests.items(), key=lambda test: -test[1])[:count]:
-            terminalreporter.write_line(f"{duration_s:8.1f} s  {nodeid}")
 
 
 @pytest.fixture(scope="session")

@@ -88,14 +88,6 @@ class Failing(Dropped):
             raise ValueError("out of luck")
 
 
-class Killed(Dropped):
-    """A net whose rank 1 is killed in the fifth training step."""
-
-    def happen(self) -> None:
-        if self.passes > 5 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Slow(Dropped):
     """A net whose training step takes a minute; a file named "stepping" says that one is under way."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import socket
@@ -83,34 +82,14 @@ class _Touches:
 
 
 def test_a_stranger_who_writes_every_key_of_the_store_ends_the_job_and_does_no_more(tmp_path: Path) -> None:
-    _is_overwritten("nodes", tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["hand", "torchrun"])
-def test_so_he_does_where_ranks_are_started_otherwise(way: str, tmp_path: Path) -> None:
-    _is_overwritten(way, tmp_path)
-
-
-def _is_overwritten(way: str, tmp_path: Path) -> None:
     port, theirs, ran = free_port(), tmp_path / "theirs", tmp_path / "ran"
     theirs.mkdir()
-    meets, words = f"tcp://127.0.0.1:{port}", (*GATED, "--resume", "auto")
-    alike = [{"--world-size": 2, "--rank": rank, "--init-method": meets} for rank in range(2)]
-    through: tuple[str, ...] = ()
-    if way == "torchrun":
-        alike, elastic = [{}], ("--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port))
-        through = ("-m", "torch.distributed.run", *elastic)
-    elif way == "nodes":
-        alike = [{"--nodes": 2, "--devices": 1, "--max-restarts": 1, "--init-method": meets}] * 2
+    nodes = ("--nodes", 2, "--devices", 1, "--max-restarts", 1, "--init-method", f"tcp://127.0.0.1:{port}")
     hostile: list[Any] = [b64encode(pickle.dumps(_Touches(ran))), pickle.dumps(_Touches(ran)), b"\xff" * 4096]
     hostile += [str(theirs).encode(), b"\x1b[31m{", b"[" * 100_000, b'{"rank": "1", "count": [], "fault": {}}', b""]
     gate(tmp_path, 10)
     with contextlib.ExitStack() as left:
-        started = [
-            left.enter_context(start(tmp_path, *words, *itertools.chain(*flags.items()), through=through))
-            for flags in alike
-        ]
+        started = [left.enter_context(start(tmp_path, *GATED, "--resume", "auto", *nodes)) for _ in range(2)]
         at(tmp_path, 10)
         stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
         with contextlib.suppress(RuntimeError):  # the store has gone, as rank 0 has ended

@@ -35,16 +35,6 @@ def test_all_that_ranks_and_their_workers_say_is_in_the_run_folder(
     assert "done after 5 steps" in kept[0]
 
 
-@pytest.mark.long
-def test_a_character_that_the_console_lacks_is_a_question_mark_of_a_scripts_ranks_too(tmp_path: Path) -> None:
-    script = "import lockstep\nsession = lockstep.session()\nprint(f'rank {session.rank} × 2')\nsession.close()\n"
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    words = ("run", "--accelerator", "cpu", "--devices", 2, "--output", "run", "train.py")
-    ended = command(tmp_path, *words, PYTHONIOENCODING="ascii")
-    assert ended.code == 0, ended.err
-    assert "rank 0 ? 2\n" in ended.out
-
-
 def test_a_reader_who_has_seen_enough_ends_no_run(tmp_path: Path) -> None:
     with start(tmp_path, *TALKING.split(), "--workers", 0, "--devices", 1) as run:
         assert run.stdout is not None

@@ -87,13 +87,13 @@ def gap(one: Trained, other: Trained) -> float:
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
 
-TWO = [[6, 6], [6, 6]], [[4, 3], [3, 2], [1, 0]]
-THREE = [[4, 4, 4]], [[3, 3, 2], [2, 1, 1], [1, 1, 0]]
+TWO, THREE = [[4, 3], [3, 2], [1, 0]], [[3, 3, 2], [2, 1, 1], [1, 1, 0]]
+LONG = ("reentrant checkpoint", "sequence first", "flattened")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])
 def test_ranks_draw_as_one_device(pool: RankPool, name: str) -> None:
-    for batches in (*TWO, *THREE):
+    for batches in (TWO, THREE):
         alone = train(World.alone(), name, batches)
         assert min(abs(loss) for loss in alone[0]) > 1e-3
         for trained in pool.run(len(batches[0]), train, name, batches):
@@ -108,9 +108,9 @@ def test_attention_and_recurrent_nets_have_their_samples_in_one_place(pool: Rank
 
 @pytest.mark.parametrize("name", ["mixup", "checkpoint", "reentrant checkpoint"])
 def test_backward_passes_may_come_later(pool: RankPool, name: str) -> None:
-    expected = train(World.alone(), name, TWO[1])
-    assert gap(expected, train_later(World.alone(), name, TWO[1])) < LAW
-    assert gap(expected, pool.run(2, train_later, name, TWO[1])[0]) < LAW
+    expected = train(World.alone(), name, TWO)
+    assert gap(expected, train_later(World.alone(), name, TWO)) < LAW
+    assert gap(expected, pool.run(2, train_later, name, TWO)[0]) < LAW
 
 
 def differing(world: World, how: str) -> str:

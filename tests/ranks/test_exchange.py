@@ -71,7 +71,7 @@ def _both(world: World) -> tuple[list[int], list[int], bool, float]:
     return with_, without, all(torch.equal(one, other) for one, other in pairs), max(errors)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_overlapped_or_not_the_sums_have_the_same_bits(pool: RankPool, size: int) -> None:
     for with_, without, are_same, error in pool.run(size, _both, collectives="gloo"):
         assert with_ == [0, 0, *(STEPS - 1) * [0, 3]]  # the first step learns; of the last micro-batch all leave early

@@ -148,6 +148,7 @@ def test_a_gap_is_measured_against_the_tensor_and_never_lost() -> None:
 # ---- the command
 
 
+@pytest.mark.long
 def test_digits_on_two_devices_has_one_gradient_and_says_so(tmp_path: Path) -> None:
     done = command(tmp_path, "verify", "gradients", "digits", "--devices", 2, *CPU)
     assert (done.code, done.err) == (0, ""), done

@@ -96,6 +96,7 @@ def _waited(world: World, folder: str) -> float:
     return waited_s
 
 
+@pytest.mark.long  # rank 1 sleeps for 4 seconds
 def test_the_time_limit_of_collectives_is_not_that_of_forming_the_group(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, _waited, str(tmp_path))[0] < 3.5
 

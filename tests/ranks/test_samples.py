@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checks import samples
 from lockstep.checks.samples import SampleCounts
@@ -201,10 +201,8 @@ class Repeating(Backwards):
 
 LOADERS: dict[str, dict[str, Any]] = {
     "shuffled": {"shuffle": True},
-    "ascending": {},
     "dropped": {"shuffle": True, "drop_last": True},
     "sampled": {"sampler": Backwards()},
-    "subset": {"sampler": SubsetRandomSampler(range(7, 61, 2))},
     "repeating": {"sampler": Repeating()},
 }
 
@@ -234,15 +232,14 @@ def _loop(world: World, folder: Path, how: str, stop_at: int | None = None, resu
 
 
 @pytest.mark.parametrize("how", LOADERS)
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_samples_of_a_loop_are_counted(pool: RankPool, tmp_path: Path, how: str, size: int) -> None:
-    errors = pool.run(size, _loop, tmp_path / "run", how)
+def test_the_samples_of_a_loop_are_counted(pool: RankPool, tmp_path: Path, how: str) -> None:
+    errors = pool.run(3, _loop, tmp_path / "run", how)
     proof = _proof(tmp_path / "run")
     if how == "repeating":
         assert all("sample 0 came more than once" in error and "sample 60 did not come" in error for error in errors)
         assert proof["outcome"] == "fails"
     else:
-        assert errors == [""] * size
+        assert errors == [""] * 3
         assert (proof["outcome"], proof["times"]) == ("holds", 4), proof
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..command import GATED, OPEN, Ended, Running, at, end, gate, gone, losses, processes, sentence, until, weights
+from ..command import GATED, OPEN, Ended, Running, at, end, gate, gone, processes, sentence, until, weights
 from .hosts import Host, hosts
 
 pytestmark = pytest.mark.long
@@ -46,15 +44,10 @@ def sentences(ranks: Sequence[Running], code: int = 2) -> list[str]:
     return [sentence(each, code=code) for each in all_end(ranks, code)]
 
 
-@pytest.mark.parametrize("way", ["tcp", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_ranks_of_two_hosts_come_to_the_bits_of_one(way: str, tmp_path: Path, undisturbed: Path) -> None:
+def test_ranks_of_two_hosts_come_to_the_bits_of_one(tmp_path: Path, undisturbed: Path) -> None:
     with hosts(2) as (a, b):
-        if way == "tcp":
-            first, other = all_end(start_both((a, b), tmp_path, tcp(a)))
-            assert (first.err, other.out) == ("", "")
-        else:
-            torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", a.address, "--node-rank")
-            all_end([host.lockstep(tmp_path, *GATED, through=(*torchrun, rank)) for rank, host in (("0", a), ("1", b))])
+        first, other = all_end(start_both((a, b), tmp_path, tcp(a)))
+        assert (first.err, other.out) == ("", "")
     assert weights(tmp_path / "run") == weights(undisturbed)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["topology"]["nodes"], manifest["topology"]["local_size"]) == (2, 1)
@@ -149,21 +142,3 @@ def test_strangers_at_the_port_are_not_heard(tmp_path: Path, undisturbed: Path) 
         gate(tmp_path, OPEN)
         assert [each.err for each in all_end([first, second])] == ["", ""]
     assert weights(tmp_path / "run") == weights(undisturbed)
-
-
-def test_a_file_that_a_dead_run_left_does_no_harm_and_one_in_use_is_refused(tmp_path: Path, undisturbed: Path) -> None:
-    """Each rank runs where another one did before, and sees no other host's processes."""
-    rendezvous, dead = tmp_path / "meeting", tmp_path / "dead"
-    where = f"file://{rendezvous}"
-    with hosts(3) as (a, b, c):
-        killed = start_both((a, b), tmp_path, where, "--output", dead, *ENDLESS)
-        until(lambda: len(losses(dead)) > 1)
-        (told,) = sentences([start(c, tmp_path, where, 0)])
-        assert "rank 0 is claimed twice, or another run meets there" in told
-        for rank in killed:
-            assert rank.poll() is None
-            os.killpg(rank.pid, signal.SIGKILL)
-            end(rank)
-        all_end(start_both((b, a), tmp_path, where))
-    assert weights(tmp_path / "run") == weights(undisturbed)
-    assert not rendezvous.exists()

@@ -172,8 +172,6 @@ OWN = """
 """.replace("{own}", "tests.refused")
 
 SCRIPTS = """
-absent.py                    | absent.py cannot be read
--m no_such_module            | -m no_such_module: there is no such module
 --lr 1 mine.py               | lockstep verify curve takes no --lr: the script decides
 --strategy dp mine.py        | --strategy dp drives several devices | each process of a script has one
 --rank 0 --world-size 2 --init-method file:///x mine.py --rank 1 | no use for --rank 0
@@ -181,7 +179,6 @@ absent.py                    | absent.py cannot be read
 """
 
 FIRST_STEP = """
-absent.py                    | absent.py cannot be read
 --max-steps 3 mine.py        | --max-steps has no use
 --all mine.py                | --all has no use here
 --lr 1 mine.py               | lockstep verify gradients takes no --lr

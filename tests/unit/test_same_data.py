@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
@@ -94,29 +93,4 @@ def test_other_labels_are_reported_by_eval_and_refused_on_resume(
     assert _scores()["warnings"]
     assert "other samples or labels in its test and train data" in capsys.readouterr().out
     assert main([*TRAIN, "--epochs", "8", "--resume", "auto", "--output", "run"]) == 2
-    assert "was trained with other samples or labels" in capsys.readouterr().err
-
-
-def step(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
-def test_a_step_of_ones_own_resumes_on_the_same_samples_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [
-        *TRAIN,
-        "--step",
-        f"{__name__}:step",
-        "--classes",
-        "3",
-        "--resume",
-        "auto",
-        "--output",
-        "own",
-        "--epochs",
-    ]
-    assert main([*command, "1"]) == main([*command, "2"]) == 0
-    monkeypatch.setitem(DATA, "flip", True)
-    assert main([*command, "3"]) == 2
     assert "was trained with other samples or labels" in capsys.readouterr().err
