@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import RequestError
 from lockstep.models import table, trial
-from lockstep.models.pyramidnet import Block, PyramidNet, carry, pyramidnet
+from lockstep.models.pyramidnet import Block
 from lockstep.world.random_state import seed_weights
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
@@ -25,7 +24,6 @@ FROZEN = {
     "pyramidnet-20-48": (310_845, "27fd2783433aa8d3"),
     "pyramidnet-110-48": (1_772_706, "ac2628968993b9d9"),
     "pyramidnet-110-270": (28_485_477, "e052a239df9c8b46"),
-    "pyramidnet-110-270-padded": (29_548_346, "4217f122e7560092"),
     "pyramidnet-110-270-reference": (24_253_410, "6593f0dbde38c5ab"),
     "resnet8": (78_042, "49994dc60630eccc"),
     "resnet18": (11_173_962, "e65b4f40261754b2"),
@@ -68,33 +66,11 @@ def test_the_seed_gives_the_bits_and_samples_of_each_shape_and_number_are_taken(
 def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:
     torch.manual_seed(0)
     for stride in (1, 2):
-        block = Block(3, 5, stride, real=3).eval()
+        block = Block(3, 5, stride).eval()
         x = torch.randn(2, 3, 6, 6)
         expected = block.residual(x)
         expected[:, :3] += x if stride == 1 else x.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
         torch.testing.assert_close(block(x), expected)
-
-
-def test_padding_leaves_the_mathematics_as_it_is() -> None:
-    def twin(padded: bool) -> PyramidNet:
-        torch.manual_seed(1)
-        return pyramidnet(20, 40, padded=padded, classes=3, in_channels=1).double()
-
-    nets = plain, padded = twin(padded=False), twin(padded=True)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2) for net in nets]
-    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
-    for _ in range(5):
-        x = torch.randn((6, 1, 8, 8), dtype=torch.float64)
-        logits = [net(x) for net in nets]
-        close(*logits)
-        for each, optimizer in zip(logits, optimizers, strict=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(each, torch.arange(6) % 3).backward()
-            optimizer.step()
-    # All of the state lies in the real channels: nothing is lost on the way back.
-    back = twin(padded=False)
-    carry(padded, back)
-    close(back.state_dict(), plain.state_dict())
 
 
 def test_torchvision_by_plain_name_and_by_prefix() -> None:

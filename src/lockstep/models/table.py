@@ -3,7 +3,7 @@
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
    the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
 2. A name of ours: those of `OURS`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
-   leaves out one block a stage and `-padded` for channels by the 8. Stems are those for small images.
+   leaves out one block a stage. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
    also where the plain name is ours: `torchvision.resnet50` is the net with the stem for ImageNet.
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _PREFIX = "torchvision."
 _HINT = "lockstep info lists models; your own goes with module:attribute."
-_PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?(-padded)?")
+_PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?")
 
-_PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-padded", "110-270-reference")
+_PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-reference")
 OURS = {
     "convnet-small": ("small", "ConvNet"),
     "mlp": ("small", "mlp"),
-    **{f"pyramidnet-{each}": ("pyramidnet", "pyramidnet") for each in _PYRAMIDNETS},
+    **{f"pyramidnet-{each}": ("pyramidnet", "PyramidNet") for each in _PYRAMIDNETS},
     **{name: ("resnet", name) for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }
 """{name: (file of this package, callable in it)}"""
@@ -95,10 +95,10 @@ def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
                 f"Model {name!r}: PyramidNet has depths 6 × blocks + 2 from {least} on, found {depth}; "
                 f"use {below} or {below + 6}."
             )
-        options = {"depth": depth, "alpha": alpha, "reference": reference, "padded": bool(match[4])}
+        options = {"depth": depth, "alpha": alpha, "reference": reference}
     elif name not in OURS:
         return None
-    file, attribute = OURS.get(name, ("pyramidnet", "pyramidnet"))
+    file, attribute = OURS.get(name, ("pyramidnet", "PyramidNet"))
     return file, attribute, options
 
 
