@@ -376,9 +376,10 @@ def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path
             assert not any("nan" in value for each in drawing.iter() for value in each.attrib.values()), name
     with (tmp_path / "report.csv").open(newline="") as file:
         one, two, broken = csv.DictReader(file)
-    assert (float(one["samples/s"]), float(two["samples/s"]), broken["failed"]) == (10.0, 15.0, "out of memory")
-    assert (one["ratio"], one["low"], one["high"], one["J a step"]) == ("1.0", "0.9", "1.1", ""), "blank, not zero"
-    assert (one["accuracy"], one["accuracy sd"], two["accuracy"]) == ("0.93", "0.01", "")
+    rates = [float(each["samples_per_s.middle"]) for each in (one, two)]
+    assert (rates, two["flags"], broken["failed"]) == ([10.0, 15.0], "--devices 2", "out of memory")
+    assert (one["ratio.middle"], one["ratio.high"], one["joules_a_step"]) == ("1.0", "1.1", ""), "blank, not zero"
+    assert (one["accuracy.mean"], one["accuracy.sd"], two["accuracy.mean"]) == ("0.93", "0.01", "")
     first, *_ = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert (first["name"], first["accuracy"]) == ("one", {"mean": 0.93, "sd": 0.01, "n": 2})
     text = (tmp_path / "report.md").read_text()

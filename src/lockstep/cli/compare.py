@@ -110,8 +110,6 @@ def main(given: list[str]) -> int:
     disturbed = crowded(screen)
     with telling(screen) as tell, kept_in(folder):
         found = rounds.run(cells, job.command, folder, plan, tell)
-        if lasts := rounds.length(found, aim):
-            tell(lasts)
         rounds.train(found, job.training, aim, tell)
     table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=aim.to_accuracy)
     told = answer.sentences(table, job.shown, aim.to_accuracy)

@@ -19,13 +19,7 @@ FILE = "steps.jsonl"
 STEP, SECONDS, ACCURACY = range(3)  # of an evaluation: its step, the seconds of training until then, and its accuracy
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that make runs ways of one job."""
-_TOLD = 3  # options in which jobs differ, that a refusal names
 _BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
-_NUMBERS: dict[str, Callable[[Any], float]] = {
-    **dict.fromkeys(("top1", "samples_per_s", "images_per_s", "step_p50_s", "step_p95_s"), float),
-    "exit": int,
-}
-"""Fields of a summary.json that tables show, with their number types."""
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
 
@@ -119,23 +113,19 @@ def proved(proof: Any) -> str:
 
 
 def reaching(folder: Path, target: float) -> Callable[[], bool]:
-    """Return a function: does an evaluation reach the target with steps left?"""
-    path, read_to, total = folder / FILE, 0, 0
+    """Return a function: does an evaluation since its last call reach the target?"""
+    path, read_to = folder / FILE, 0
 
     def look() -> bool:
-        nonlocal read_to, total
+        nonlocal read_to
         if not path.exists():
             return False
         with open(path, "rb", opener=unlinked) as file:
             file.seek(read_to)
-            lines = [each for each in file if each.endswith(b"\n")]  # the last one may still be written
+            lines = [line for line in file if line.endswith(b"\n")]  # the last one may still be written
         read_to += sum(map(len, lines))
-        for row in (parse_json(each) for each in lines if each.startswith((b'{"event": "start"', b'{"event": "eval"'))):
-            total = row.get("total_steps", total)
-            # One that has made its last step ends by itself.
-            if row["event"] == "eval" and (row.get("top1") or 0.0) >= target and row["step"] < total:
-                return True
-        return False
+        evals = [row for row in map(parse_json, lines) if row["event"] == "eval"]
+        return any((row.get("top1") or 0.0) >= target for row in evals)
 
     return look
 
@@ -221,23 +211,17 @@ def load(folder: Path) -> Run:
 
 def _read(folder: Path, name: str) -> Run:
     manifest, summary = (json_of(folder / file) for file in ("manifest.json", SUMMARY))
-    with understanding(folder / SUMMARY):
-        summary |= {key: kind(summary[key]) for key, kind in _NUMBERS.items() if summary.get(key) is not None}
     return Run(name=name, folder=folder, options=read_named(folder / "config.toml"), manifest=manifest, summary=summary)
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return each run's options that vary within its job. Of several jobs, their differences first."""
-    by_job: dict[tuple[str, ...], list[Run]] = {}
+    """Return each run's options that vary within its job. Of several jobs, model and data first."""
+    found = []
     for run in runs:
-        by_job.setdefault(job(run), []).append(run)
-    # A script's config.toml names few options: those of recipes differ from recipe to recipe, and from no script.
-    kinds = [[run for run in runs if ("image-size" in run.options) == is_whole] for is_whole in (True, False)]
-    jobs = [*_varied(runs, ("model", "data")), *(key for kind in kinds for key in _varied(kind, JOB))]
-    vary = {of: [*jobs, *_varied(of_it, [key for run in of_it for key in run.options])] for of, of_it in by_job.items()}
-    return [
-        {key: run.options[key] for key in vary[job(run)] if run.options.get(key) not in (None, "", [])} for run in runs
-    ]
+        alike = [other for other in runs if job(other) == job(run)]
+        keys = [*_varied(runs, ("model", "data")), *_varied(alike, (key for other in alike for key in other.options))]
+        found.append({key: run.options[key] for key in keys if run.options.get(key) not in (None, "", [])})
+    return found
 
 
 def _varied(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:
@@ -254,10 +238,9 @@ def check_one_job(runs: Sequence[Run], *more: str) -> None:
     """Raise `RequestError` for runs that differ in `JOB`, or `more` options."""
     first, *others = runs
     for run in others:
-        pairs = [(key, run.options.get(key), first.options.get(key)) for key in (*JOB, *more)]
-        if differ := [f"{key} {mine!r} (not {its!r})" for key, mine, its in pairs if mine != its]:
-            more_of = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
-            raise RequestError(
-                f"{run.name} is of another job than {first.name}: {', '.join(differ[:_TOLD])}{more_of}; "
-                "compare runs of one job."
-            )
+        for key in (*JOB, *more):
+            if (mine := run.options.get(key)) != (its := first.options.get(key)):
+                differ = f"{key} {mine!r} (not {its!r})"
+                raise RequestError(
+                    f"{run.name} is of another job than {first.name}: {differ}; compare runs of one job."
+                )

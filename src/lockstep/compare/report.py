@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +17,10 @@ from .tables import Column
 
 HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
 COVERS = (
-    "ratio: of samples/s, to the first variant on one device, else to the first that is its model; both with "
-    f"{CONFIDENCE:.0%} intervals over all races; efficiency: of samples/s, to the same on one device, by the devices; "
-    "step p50 and p95: of all timed steps of rank 0; data to rest: parts of the mean step, in ms; memory and "
-    "processors: the sum over all ranks; losses: the largest relative difference of the first steps; accuracy and "
-    "training: mean ± sample standard deviation over the seeds, of the last evaluations, and of the seconds of "
-    "training steps alone, without starts, evaluations and checkpoints"
+    f"ratio: of samples/s, to the reference variant; intervals of {CONFIDENCE:.0%} over all races; efficiency: to the "
+    "same on one device, by the devices; steps: rank 0's; memory and processors: of all ranks; losses: the largest "
+    "relative difference of the first steps; accuracy and training: mean ± sample standard deviation over the seeds, "
+    "of the last evaluations and of the seconds of training steps; docs/compare.md defines each number"
 )
 COVERS_PAST = (
     "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
@@ -66,15 +63,11 @@ def _part_ms(part: str) -> Callable[[Row], float | None]:
     return value
 
 
-def _over_seeds(head: str, name: str, text: str) -> Column:
-    return Column(head, name, text, (f"{head} sd",))
-
-
 _VARIANT = Column("variant", "name")
 _TABLES = {
     "Speed": (
         Column("samples/s", lambda row: row.samples_per_s and row.samples_per_s.middle, "{:,.0f}"),
-        Column("ratio", "ratio", "{:.2f}", ("low", "high")),
+        Column("ratio", "ratio", "{:.2f}"),
         Column("efficiency", "efficiency", "{:.0%}"),
         Column("step p50, ms", _ms("step_p50_s"), "{:.3g}"),
         Column("step p95, ms", _ms("step_p95_s"), "{:.3g}"),
@@ -98,34 +91,33 @@ _TABLES = {
     "The model": (
         Column("losses", "loss_gap", lambda gap: f"{gap:.1e}" if gap else "the same"),
         Column("proved", "proved"),
-        _over_seeds("accuracy", "accuracy", "{:.2%}"),
+        Column("accuracy", "accuracy", "{:.2%}"),
         Column("seeds", "seeds"),
         Column("reached", "reached"),
     ),
     "Whole trainings": (
-        _over_seeds("training, s", "trained_s", "{:.3g}"),
-        _over_seeds("its epoch, s", "trained_epoch_s", "{:.3g}"),
-        _over_seeds("steps to accuracy", "to_accuracy_steps", "{:.4g}"),
-        _over_seeds("s to accuracy", "to_accuracy_s", "{:.3g}"),
+        Column("training, s", "trained_s", "{:.3g}"),
+        Column("its epoch, s", "trained_epoch_s", "{:.3g}"),
+        Column("steps to accuracy", "to_accuracy_steps", "{:.4g}"),
+        Column("s to accuracy", "to_accuracy_s", "{:.3g}"),
     ),
 }
 _COLUMNS = [_VARIANT, *(column for columns in _TABLES.values() for column in columns)]
-_CSV = (*_COLUMNS, Column("flags", lambda row: " ".join(row.flags)), Column("failed", "failed"))
 
 
 def write(report: Report, folder: Path) -> list[str]:
     """Write the report's files into `folder` and return their names. Raises OSError."""
-    drawings = _charts(report.whole)
+    drawings, rows = _charts(report.whole), [_as_json(row) for row in report.rows]
     texts = {
         HTML: _html(report, drawings),
         MARKDOWN: _markdown(report),
-        CSV: tables.as_csv(_CSV, report.rows),
+        CSV: tables.as_csv(rows),
         **{f"{name}.svg": drawing for name, drawing in drawings.items()},
     }
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     content = {key: getattr(report, key) for key in ("title", "about", "made", "covers", "answer")}
-    write_json(folder / JSON, content | {"rows": [_as_json(row) for row in report.rows]})
+    write_json(folder / JSON, content | {"rows": rows})
     return [*texts, JSON]
 
 
@@ -144,16 +136,7 @@ def _html(report: Report, drawings: dict[str, str]) -> str:
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string((files(__package__) / "report.html.jinja").read_text("utf-8"))
-    differ = [(row.name, " ".join(_differing(row, report.rows[0])), row.failed) for row in report.rows]
-    return template.render(
-        report=report, tables=tables_of(report), differ=differ, charts=drawings, confidence=CONFIDENCE
-    )
-
-
-def _differing(row: Row, first: Row) -> list[str]:
-    """Return the row's flags that the first row lacks. Of the first row, all."""
-    mine, its = ([*re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(each.flags))] for each in (row, first))
-    return mine if row is first else [flag for flag in mine if flag not in its]
+    return template.render(report=report, tables=tables_of(report), charts=drawings, confidence=CONFIDENCE)
 
 
 def _markdown(report: Report) -> str:

@@ -288,9 +288,9 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
             if any(before.failed for before in each.trainings.values()):
                 continue
             if trials.done(folder) is None:
-                which = f"{each.cell.name}, seed {seed} ({number * len(able) + place} of {len(able) * len(aim.seeds)})"
-                seconds = _training_s(each)
-                tell(f"training {which}" + (f", about {duration(seconds)} and evaluations" if seconds else ""))
+                place_of = f"({number * len(able) + place} of {len(able) * len(aim.seeds)})"
+                about = f", about {duration(seconds)} and evaluations" if (seconds := _training_s(each)) else ""
+                tell(f"training {each.cell.name}, seed {seed} {place_of}{about}")
             run_folder = folder / trials.RUN
             each.trainings[seed] = trials.once(
                 each.cell.name,
@@ -300,17 +300,6 @@ def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], 
                 is_enough=None if target is None else records.reaching(run_folder, target),
                 goes_on=True,
             )
-
-
-def length(found: Sequence[Series], aim: Aim) -> str:
-    """Return the missing whole trainings' duration in words; "" for none."""
-    left = [
-        each for each in found for seed in aim.seeds if not each.failed and trials.done(aim.folder(each, seed)) is None
-    ]
-    seconds = [_training_s(each) for each in left]
-    about = f"about {duration(sum(seconds))} and evaluations" if all(seconds) else "no loop tells its steps"
-    most = "at most " if aim.to_accuracy is not None and all(seconds) else ""
-    return f"{counted(len(left), 'whole training')}: {most}{about}" if left else ""
 
 
 def _training_s(series: Series) -> float:

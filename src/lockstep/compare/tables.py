@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .numbers import Interval, Spread
 
 
 class Column(NamedTuple):
-    """A column's head, value and format.
-
-    A value is a number, text, `Spread` or `Interval`; None is blank.
-    """
+    """A column's head, value and format. A value is a number, text, `Spread` or `Interval`; None is blank."""
 
     head: str
     key: str | Callable[[Any], Any]  # the row's attribute, or what returns the value
     text: str | Callable[[Any], str] = "{}"
-    more: tuple[str, ...] = ()  # heads of further CSV columns: the deviation of a `Spread`, the ends of an `Interval`
-
-    def values(self, row: Any) -> list[Any]:
-        """Return the value and those of `more`; None where unknown."""
-        value = getattr(row, self.key) if isinstance(self.key, str) else self.key(row)
-        if isinstance(value, Spread):
-            return [value.mean, value.sd]
-        if isinstance(value, Interval):
-            return [*value] if value.low > 0 else [value.middle, None, None]
-        return [value, *(None for _ in self.more)]
 
     def shown(self, row: Any) -> str:
         """Return the row's cell, such as 93.0% ± 0.2%, or 1.50 (1.49–1.51)."""
+        value = getattr(row, self.key) if isinstance(self.key, str) else self.key(row)
         text = self.text.format if isinstance(self.text, str) else self.text
-        first, *more = ["" if each is None else text(each) for each in self.values(row)]
-        if not any(more):
-            return first
-        return f"{first} ± {more[0]}" if len(more) == 1 else f"{first} ({more[0]}–{more[1]})"
+        if isinstance(value, Spread):
+            return text(value.mean) + ("" if value.sd is None else f" ± {text(value.sd)}")
+        if isinstance(value, Interval):
+            return text(value.middle) + (f" ({text(value.low)}–{text(value.high)})" if value.low > 0 else "")
+        return "" if value is None else text(value)
 
 
 def gib(size_bytes: float) -> str:
@@ -67,10 +57,22 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     return [f"| {' | '.join(re.sub(r'[|<>]', ' ', cell) for cell in line)} |" for line in lines]
 
 
-def as_csv(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    """Return all columns as CSV, with unformatted numbers."""
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of JSON as CSV. A field within a field is named a.b; a list is text."""
+    flat = [_flat(row) for row in rows]
     text = io.StringIO()
-    out = csv.writer(text, lineterminator="\n")
-    out.writerow(head for column in columns for head in (column.head, *column.more))
-    out.writerows([value for column in columns for value in column.values(row)] for row in rows)
+    out = csv.DictWriter(text, dict.fromkeys(key for row in flat for key in row), lineterminator="\n")
+    out.writeheader()
+    out.writerows(flat)
     return text.getvalue()
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            found[f"{prefix}{key}"] = None if text in (math.inf, -math.inf) else text  # an interval of a single race
+    return found
