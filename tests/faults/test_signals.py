@@ -94,7 +94,7 @@ def test_a_second_signal_ends_all_at_once(way: str, tmp_path: Path) -> None:
         until(lambda: gone(family), 5)
 
 
-@pytest.mark.parametrize("way", ["single", "spawn", "elastic"])
+@pytest.mark.parametrize("way", ["spawn", "elastic"])
 def test_nobody_outlives_a_command_that_is_killed(way: str, tmp_path: Path) -> None:
     run, family = _held(tmp_path, way)
     with run:
@@ -135,6 +135,7 @@ def test_a_stop_while_ranks_start_is_told_as_one(tmp_path: Path) -> None:
         assert sentence(end(run), code=75).startswith("Stopped ")
 
 
+@pytest.mark.long
 def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(tmp_path: Path) -> None:
     words = ["train", "digits", *DDP, "--batch", 50, "--max-steps", 12, "--model", "tests.models:SlowToEvaluate"]
     words += ["--output", "run", "--resume", "auto"]
@@ -188,6 +189,7 @@ _CONTROLLED = (
 )
 
 
+@pytest.mark.long
 def test_a_terminal_that_is_closed_stops_a_run_as_a_signal_does(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     words = "train digits --model mlp --accelerator cpu --epochs 1000 --output run --strategy ddp --devices 2"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from ..command import GATED, OPEN, Ended, Running, at, end, gate, gone, processes, sentence, until, weights
+from ..command import GATED, Ended, Running, at, end, gone, processes, sentence, weights
 from .hosts import Host, hosts
 
 pytestmark = pytest.mark.long
@@ -102,43 +101,3 @@ def test_a_host_that_is_cut_off_ends_the_run_in_time(tmp_path: Path) -> None:
         all_end(ranks, 1)
         assert time.monotonic() - cut_s < stall_s + 10
         assert gone(found)
-
-
-_STRANGER = r"""
-import random, signal, socket, sys
-torchs = b"\x00" + 0x3C85F7CE.to_bytes(4, "little")[:2]  # the beginning of its store's own greeting
-words = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01" + bytes(190), torchs] + [b""] * 200
-words += [random.Random(seed).randbytes(300) for seed in range(20)]
-held = []
-for port in sys.argv[2:]:
-    for said in words:
-        peer = socket.create_connection((sys.argv[1], int(port)), 5)
-        peer.sendall(said)
-        held += [peer] * random.randrange(2)
-print("done", file=sys.stderr, flush=True)
-signal.pause()
-"""
-"""Says at ports what is no rank's word, and nothing 200 times; it holds on, or is gone."""
-
-
-def listening(process: int) -> list[int]:
-    """Return the ports on which anything listens in the network of a process."""
-    rows = [row.split() for row in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]]
-    return sorted(int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A")
-
-
-def test_strangers_at_the_port_are_not_heard(tmp_path: Path, undisturbed: Path) -> None:
-    """While rank 0 waits for the others, and while they train: at the store's port, and at gloo's."""
-    gate(tmp_path, 3)
-    with hosts(3) as (a, b, stranger):
-        first = start(a, tmp_path, tcp(a), 0)
-        until(lambda: listening(first.pid) == [PORT])
-        stranger.popen([sys.executable, "-c", _STRANGER, a.address, PORT], cwd=tmp_path).says("done")
-        second = start(b, tmp_path, tcp(a), 1)
-        at(tmp_path, 3)
-        ports = listening(first.pid)
-        assert len(ports) >= 2
-        stranger.popen([sys.executable, "-c", _STRANGER, a.address, *ports], cwd=tmp_path).says("done")
-        gate(tmp_path, OPEN)
-        assert [each.err for each in all_end([first, second])] == ["", ""]
-    assert weights(tmp_path / "run") == weights(undisturbed)

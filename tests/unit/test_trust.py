@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from rich.table import Table
-from safetensors.torch import save_file
 
 from lockstep.cli.main import main
 from lockstep.config.options import from_toml, override, to_toml
@@ -136,13 +133,6 @@ def test_what_is_written_has_nothing_that_a_terminal_obeys(tmp_path: Path) -> No
     assert "forged" in (tmp_path / "rank_0.txt").read_text().splitlines()[0]
 
 
-def _of_tensors(folder: Path) -> list[tuple[object, ...]]:
-    ours, theirs = folder / f"a{NAME.replace('/', '')}", folder / "b.safetensors"
-    save_file({NAME: torch.zeros(2), "x": torch.zeros(2), f"y{NAME}": torch.zeros(2)}, ours)
-    save_file({"x": torch.ones(2), f"y{NAME}": torch.ones(2), f"z{NAME}": torch.zeros(2)}, theirs)
-    return [("diff", ours, theirs), ("diff", folder / NAME, ours), ("diff", ours, f"--{NAME}")]
-
-
 def _of_configs(folder: Path) -> list[tuple[object, ...]]:
     text = json.dumps(NAME)
     asked: list[tuple[object, ...]] = []
@@ -167,30 +157,11 @@ def _of_runs(folder: Path) -> list[tuple[object, ...]]:
     return [("eval", run), ("eval", folder / NAME), ("train", "digits", "--resume", run)]
 
 
-def _of_data(folder: Path) -> list[tuple[object, ...]]:
-    plain = NAME.replace("/", "")
-    for split in ("train", "val", "test"):
-        (folder / "full" / split / plain).mkdir(parents=True)
-        (folder / "empty" / split / plain).mkdir(parents=True)
-        (folder / "full" / split / plain / os.fsdecode(f"{plain}".encode() + b"\xff.png")).write_bytes(b"none")
-    of = ("train", "--model", "mlp", "--data", "imagefolder", "--accelerator", "cpu", "--output", folder / "new")
-    more = ("--workers", 0, "--image-size", 8, "--batch", 1)
-    folders = [(*of, *more, "--data-dir", folder / name) for name in ("full", "empty", NAME)]
-    return [*folders, (*folders[0], "--skip-corrupt")]
-
-
-def _of_jobs(folder: Path) -> list[tuple[object, ...]]:
-    job = ("submit", "slurm", "--dry-run")
-    flags = ("--partition", "--job-name", "--time", "--mem", "--gpus-per-node", "--sbatch", "--nodes")
-    asked = [(*job, f"{flag}={NAME}", "digits") for flag in flags]
-    return [*asked, (*job, "digits", "--interface", NAME), (*job, "digits", "--output", NAME), ("submit", NAME)]
-
-
 def _of_nothing(folder: Path) -> list[tuple[object, ...]]:
     return [(NAME,), ("info", NAME), ("verify", NAME), ("doctor", f"--{NAME}"), ("doctor", "--interface", NAME)]
 
 
-@pytest.mark.parametrize("make", [_of_tensors, _of_configs, _of_runs, _of_data, _of_jobs, _of_nothing])
+@pytest.mark.parametrize("make", [_of_configs, _of_runs, _of_nothing])
 def test_no_verb_lets_a_name_act_on_the_terminal(
     make: Callable[[Path], list[tuple[object, ...]]],
     tmp_path: Path,
