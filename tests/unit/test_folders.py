@@ -25,21 +25,17 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from lockstep import RunConfig, override
-from lockstep.launchers.supervisor import Supervisor
 from lockstep.runs import folders
-config = override(RunConfig(), output=sys.argv[1])
-with folders.claim(config) if sys.argv[2] == "rank 0" else Supervisor(config) as holder:
-    if sys.argv[2] != "rank 0":
-        holder.keep(sys.argv[1])
+with folders.claim(override(RunConfig(), output=sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @contextmanager
-def _held(folder: Path, by: str = "rank 0") -> Iterator[subprocess.Popen[str]]:
+def _held(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Have another process lock the folder, until its input ends."""
-    words = [sys.executable, "-c", _HOLDER, str(folder), by]
+    words = [sys.executable, "-c", _HOLDER, str(folder)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -78,20 +74,6 @@ def test_rank_0_of_the_start_before_is_waited_for_and_keeps_the_next_from_writin
         words = ["sh", "-c", f"sleep 1; kill -9 {process.pid}"]
         with subprocess.Popen(words), folders.claim(patient, earlier=tmp_path):
             assert process.wait(10) == -signal.SIGKILL
-
-
-def test_a_folder_is_its_runs_also_while_its_ranks_are_started_again(tmp_path: Path) -> None:
-    asked = config(output=tmp_path)
-    with folders.claim(asked):
-        pass
-    with _held(tmp_path, "agent"), _held(tmp_path, "agent"):  # on each of two nodes
-        with pytest.raises(RequestError, match=r"is in use by another run .*its ranks start again"):
-            folders.check(asked)
-        with pytest.raises(RequestError, match="is in use by another run"), folders.claim(asked):
-            pass
-        with folders.claim(asked, earlier=tmp_path):
-            pass
-    folders.check(asked)
 
 
 def test_to_go_on_after_a_loss_in_start_up_does_not_extend_an_earlier_run(

@@ -134,7 +134,7 @@ def _output(folder: Path) -> None:
 
 CHECK = Check(name="a", claim="A claim", outcome=Check.HOLDS)
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "the lock": (".lock", lambda folder: folders._acquire_lock(folder).close()),
+    "the lock": (".lock", lambda folder: folders._acquire_lock(folder).release()),
     "output": ("output/rank_0.txt", _output),
     "a failure": (
         "failures/rank_0.txt",

@@ -8,20 +8,16 @@ ended, and the parent raises the first cause, or prints it before a restart.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing.connection
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
-from ..files import LOCK, unlinked
 from ..monitor import failures, tracebacks
 from ..monitor.failures import Failure, first_cause
-from ..monitor.notes import FOLDER
 from ..monitor.output import say
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts
 from ..world.topology import Topology
@@ -61,7 +57,6 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
                 return value_of(ended)
             if not supervisor.starts_again(ended):
                 raise ended.error()
-            supervisor.keep(supervisor.notes.get(FOLDER, ""))
 
 
 class Supervisor:
@@ -73,15 +68,12 @@ class Supervisor:
         self._interrupts = Interrupts(self._pass_on)
         self._workers: list[Worker] = []
         self.notes: dict[str, str] = {}
-        self._lock: IO[bytes] | None = None
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
-        if self._lock is not None:
-            self._lock.close()
 
     def run(self, places: Sequence[Topology], payload: bytes, endpoint: Endpoint) -> bytes | Failure:
         """Run the ranks; return the first place's pickled value, or the first cause.
@@ -108,13 +100,6 @@ class Supervisor:
         what = cause.sentence.removesuffix(".").removesuffix(f"; {self._resume_hint}")
         say(f"{what}; the ranks start again (restart {self._restarts} of {most_restarts}).")
         return True
-
-    def keep(self, folder: str) -> None:
-        """Lock the run's folder against other runs until the end. Also while no rank 0 holds the folder."""
-        with contextlib.suppress(OSError):
-            if folder and self._lock is None:
-                self._lock = open(Path(folder) / LOCK, "rb", opener=unlinked)
-                fcntl.lockf(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 1)
 
     def _watch(self) -> bytes | Failure:
         all_ran_s = time.monotonic()

@@ -1,8 +1,7 @@
 """A run's folder: its choice, and its lock against other runs.
 
-Rank 0's process locks `.lock` in the folder; between two starts the supervisor does. The system releases a lock however
-its process ends, so that a killed run never blocks the next one. Locks belong to processes: two runs in one process do
-not exclude each other.
+Rank 0's process locks `.lock` in the folder. The system releases a lock however its process ends, so that a killed run
+never blocks the next one.
 """
 
 from __future__ import annotations
@@ -10,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import platform
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, Stopped
-from ..files import LOCK, REFUSED, check_own, lines_of, shown, unlinked
+from ..files import LOCK, REFUSED, check_own, lines_of, read, shown, unlinked
 
 RUNS = Path("runs")
 _WRITTEN = (
@@ -31,7 +29,7 @@ _WRITTEN = (
     *("checkpoints", "failures", "output"),
 )
 """Names of a run's files. A run writes its manifest at the start."""
-_PATIENCE_S, _POLL_S = 120.0, 0.2  # for the end of an earlier start's rank 0: NFS keeps a lost node's lock for 90 s
+_PATIENCE_S = 120.0  # for the end of an earlier start's rank 0: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
 
 
@@ -60,9 +58,8 @@ def claim(config: RunConfig, *, earlier: Path | None = None) -> Iterator[Path]:
     except OSError as error:
         raise unwritable(path, error) from error
     with lock:
-        with contextlib.suppress(OSError):  # a full disk is reported by the next write
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {platform.node()}".encode())
+        with contextlib.suppress(OSError), open(path / LOCK, "w", encoding="utf-8", opener=unlinked) as file:
+            file.write(f"process {os.getpid()} on {platform.node()}")
         try:
             yield path
         except RequestError:
@@ -127,47 +124,31 @@ def _make(path: Path) -> None:
         raise RequestError(f"{path} cannot be made: {error.strerror}; give another --output.") from error
 
 
-def _acquire_lock(folder: Path, patience_s: float = 0.0) -> IO[bytes]:
-    """Return the folder's lock file, locked until closed. Raises `RequestError` if another run has the lock.
+def _acquire_lock(folder: Path, patience_s: float = 0.0) -> FileLock:
+    """Return the folder's lock, acquired. Raises `RequestError` if another run has it.
 
     With patience, the holder is an earlier start of this run; raises `RunError` if that does not end in time.
     """
-    lock, until_s = open(folder / LOCK, "a+b", buffering=0, opener=unlinked), time.monotonic() + patience_s
-    while not _try_lock(lock, is_first=not patience_s):
-        if time.monotonic() < until_s:
-            time.sleep(_POLL_S)
-            continue
-        lock.seek(0)
-        holder = lock.read(200).decode(errors="replace") or "another process"
-        lock.close()
+    lock = FileLock(folder / LOCK, timeout=patience_s, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        holder = read(folder / LOCK, most_bytes=200).decode(errors="replace") or "another process"
         if patience_s:
             raise RunError(
                 f"{folder} is still held by rank 0 of the start before this one ({holder}), which might write there, "
                 f"and has not ended within {patience_s:g} s: end that process."
-            )
+            ) from error
         raise RequestError(
-            f"{folder} is in use by another run ({holder}; if that has ended, its ranks start again): wait until it "
-            "has ended, or give another --output."
-        )
+            f"{folder} is in use by another run ({holder}): wait until it has ended, or give another --output."
+        ) from error
     return lock
-
-
-def _try_lock(file: IO[bytes], *, is_first: bool) -> bool:
-    try:
-        # lockf, not flock: forked data workers do not inherit the lock, nor keep it after this process is killed.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 2 if is_first else 1)
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)  # for this run's supervisor
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass  # a file system without locks, as on some clusters: runs continue without this guard
-    return True
 
 
 def check_free(folder: Path) -> None:
     """Raise `RequestError` if another run has locked the folder. Raises `OSError` for an unwritable lock file."""
     if os.path.lexists(folder / LOCK):
-        _acquire_lock(folder).close()
+        _acquire_lock(folder).release()
 
 
 def _list_run_files(folder: Path, *patterns: str) -> list[Path]:
