@@ -80,7 +80,7 @@ class Batches:
     ) -> None:
         self._name = Name(name)  # before `dataset`, whose class unpickling imports from that module
         self.dataset, self._split, self._check = dataset, split, check
-        self._collate = collate_samples if collate is default_collate else collate
+        self._collate = collate
         self._draws = False
 
     def __getitem__(self, task: tuple[counter.UInt64, Indices, Any]) -> tuple[Indices, Any, Any]:
@@ -107,7 +107,7 @@ class Batches:
     def _collation(self, keys: counter.UInt64, indices: Indices) -> str:
         """Return how a batch differs from its halves that are collated apart: MIXES, PACKS or ""."""
         middle = len(indices) // 2
-        if self._collate is collate_samples or not middle:
+        if self._collate is default_collate or not middle:
             return ""
         batches = []
         with preserve_generators(), contextlib.suppress(Exception):  # it may need more samples
@@ -126,7 +126,7 @@ class Batches:
 
     def _read(self, keys: counter.UInt64, indices: Indices) -> Any:
         dataset = self.dataset
-        if type(dataset) is TensorDataset and self._collate is collate_samples:
+        if type(dataset) is TensorDataset and self._collate is default_collate:
             # Collating single samples takes longer than a small net's step.
             rows = torch.from_numpy(indices)
             return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
@@ -359,17 +359,6 @@ def _tensors(batch: Any) -> list[Tensor]:
     if isinstance(batch, list | tuple):
         return [tensor for part in batch for tensor in _tensors(part)]
     return [batch] if isinstance(batch, Tensor) and batch.layout is torch.strided and not batch.is_complex() else []
-
-
-def collate_samples(samples: list[Any]) -> Any:
-    """Collate as torch's `default_collate`, which takes 1.5 times as long for tuples of tensors."""
-    if type(samples[0]) is not tuple or get_worker_info() is not None:  # a worker collates into shared memory
-        return default_collate(samples)
-    try:
-        columns = list(zip(*samples, strict=True))
-    except (TypeError, ValueError):  # torch reports this
-        return default_collate(samples)
-    return [torch.stack(column) if type(column[0]) is Tensor else default_collate([*column]) for column in columns]
 
 
 def seed(keys: counter.UInt64, number: int) -> None:

@@ -154,11 +154,8 @@ class SharedLoader:
             )
         if hasattr(dataset, "state_dict"):
             lines.append(
-                "the data set's state_dict is not used: a resumed run goes on at its step by the order of the samples, "
-                "and reads the stream before it again"
-                if self._is_stream
-                else "the data set's state_dict is not used: a resumed run goes on at its step by the order of the "
-                "samples"
+                "the data set's state_dict is not used: a resumed run goes on at its step by the order of the samples"
+                + ", and reads the stream before it again" * self._is_stream
             )
         return lines
 

@@ -68,12 +68,26 @@ class Source(Protocol):
         return
 
 
-class Part(Source):
+class _View(Source):
+    """Samples of another source."""
+
+    def __init__(self, source: Source) -> None:
+        self.classes, self.shape, self.dtype, self.skipped = source.classes, source.shape, source.dtype, source.skipped
+        self.files, self._source = source.files, source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class Part(_View):
     """Samples of `source` at ascending `indices` (n,), renumbered from 0."""
 
     def __init__(self, source: Source, indices: Indices) -> None:
-        self.classes, self.shape, self.dtype, self.skipped = source.classes, source.shape, source.dtype, source.skipped
-        self.indices, self._source, self.files = indices, source, source.files
+        super().__init__(source)
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -85,29 +99,20 @@ class Part(Source):
             is_member = self.indices[np.minimum(positions, len(self) - 1)] == read
             yield Fetched(x, y, np.where(is_member, positions, len(self) + read))
 
-    def close(self) -> None:
-        self._source.close()
 
-
-class Relabelled(Source):
+class Relabelled(_View):
     """`source` with labels `numbers[y]` in place of y. `numbers` is (classes,) int64."""
 
     def __init__(self, source: Source, numbers: Tensor) -> None:
-        self.classes, self.shape, self.dtype, self.skipped = source.classes, source.shape, source.dtype, source.skipped
-        self.files, self._source, self._numbers = source.files, source, numbers
+        super().__init__(source)
+        self._numbers = numbers
         if isinstance(source, Part):
             self.indices = source.indices
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         for x, y, read in self._source.stream(shares, epoch=epoch):
             self._numbers = self._numbers.to(y.device)
             yield Fetched(x, self._numbers[y], read)
-
-    def close(self) -> None:
-        self._source.close()
 
 
 Make = Callable[[str, tuple[str, ...]], Source]
@@ -144,7 +149,6 @@ class Splits:
         --holdout takes one from the training data: a share of each class if the training set's `labels` (N,) are known.
         Raises `RequestError` if there are both.
         """
-        cautions: tuple[str, ...] = ()
         augment = request.config.augment
         train, test = make("train", augment), make("test", ())
         held_out = make("validation", ()) if validation else None
@@ -152,16 +156,9 @@ class Splits:
             train_indices, held_indices = hold_out(
                 request.config, request.seed, len(train), labels, has_validation=validation
             )
-            if labels is not None and (
-                untested := sorted({*labels[train_indices].tolist()} - {*labels[held_indices].tolist()})
-            ):
-                of_one = few([names[label] if label < len(names) else f"class {label}" for label in untested], 5)
-                cautions = (
-                    f"the validation set has no sample of classes with a single sample, which is trained on: {of_one}",
-                )
             full_train = make("train", ()) if augment else train
             train, held_out = Part(train, train_indices), Part(full_train, held_indices)
-        return cls(train, test, held_out, names, cautions)
+        return cls(train, test, held_out, names)
 
     def matched(self, names: Sequence[str], origin: str, advice: str = "") -> Splits:
         """Return the splits with classes numbered as in `names`, those that `origin` was trained on.

@@ -26,7 +26,7 @@ from ..errors import LockstepError, RequestError, RunError
 from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
-from .feed import GENERATORS, Batches, Feed, collate_samples, seed
+from .feed import GENERATORS, Batches, Feed, seed
 from .images import Plain, Transform, to_device
 from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
@@ -220,7 +220,7 @@ def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, 
 
 def _together(samples: list[Any]) -> Any:
     """Return x (n, …) and the labels of (x, label) pairs."""
-    batch, first = collate_samples(samples), samples[0][0]
+    batch, first = default_collate(samples), samples[0][0]
     if isinstance(first, Tensor) and batch[0].dtype != first.dtype:  # an image folder's are NumPy's
         raise TypeError("samples of several dtypes")
     return batch
