@@ -75,7 +75,10 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
     ("words", "told"),
     [
         ("digits --budget soon", "give a time, such as 90s, 5m or 1h"),
-        ("digits --budget 5s --vary lr=1,2,3", "too small for 3 variants: trying them and a race take 13 s on any"),
+        (
+            "digits --budget 5s --vary lr=1,2,3",
+            "too small for 3 variants: trying them takes 8 s, and a race 5 s at least; give 60s, or",
+        ),
         ("digits --scaling other", "strong (one global batch) or weak"),
         ("digits --steps 0", "give a whole number of 1 or more"),
         ("measured 5 eval", "run or train"),
@@ -536,7 +539,7 @@ def test_a_variant_whose_compared_steps_fail_is_measured_with_its_own_draws(
 def test_a_race_in_which_one_failed_at_once_leaves_the_others_in(tmp_path: Path) -> None:
     (tmp_path / "race.json").write_text('{"failed": {"b": "out of memory"}, "rates": {}}')
     living = [Series(Cell(name=name, flags=()), tmp_path / name) for name in "abc"]
-    rounds._race([living], lambda cell, folder: (), tmp_path, 1)
+    rounds._race(living, lambda cell, folder: (), tmp_path, 1, together=True)
     assert [each.failed for each in living] == ["", "out of memory", ""]
     assert [each.races for each in living] == [[], [], []]
 

@@ -185,22 +185,18 @@ def test_the_error_bar_widens_with_what_differs_between_processes_and_with_the_l
     assert wide.step_s.low < exact.step_s.low <= exact.step_s.high < wide.step_s.high
 
 
-def test_the_cost_is_of_all_devices_and_with_weak_scaling_each_device_keeps_its_batch() -> None:
+def test_the_cost_is_of_all_devices() -> None:
     row = rows(shares((1, 0.8, 0.8), (2, 0.4, 0.4)), [2], ENDLESS, price=3.6)[0]
     assert row.epoch_s == pytest.approx(40)
     assert row.cost == pytest.approx(2 * 3.6 * 3 * 40 / 3600)
-    row = rows(shares((1, 0.8, 0.8), (2, 0.8, 0.8)), [16], ENDLESS, is_weak=True)[0]
-    assert row.speed_up.middle == pytest.approx(16)
-    assert row.epoch_s == pytest.approx(math.ceil(100 / 16) * 0.8)
 
 
 def test_at_most_five_shares_are_measured_the_ends_among_them() -> None:
     devices = [2**power for power in range(11)]
-    assert forecast.chosen(devices, 1024, is_weak=False) == [1, 2, 16, 128, 1024]
-    assert forecast.chosen([1, 2, 4], 1024, is_weak=False) == [1, 2, 4]
-    assert forecast.chosen([1, 64, 128], 64, is_weak=False) == [1, 64], "one sample each"
-    assert forecast.chosen(devices, None, is_weak=False) == [1, 2, 16, 128, 1024], "of a loader that nobody has seen"
-    assert forecast.chosen(devices, 64, is_weak=True) == [1, 2]
+    assert forecast.chosen(devices, 1024) == [1, 2, 16, 128, 1024]
+    assert forecast.chosen([1, 2, 4], 1024) == [1, 2, 4]
+    assert forecast.chosen([1, 64, 128], 64) == [1, 64], "one sample each"
+    assert forecast.chosen(devices, None) == [1, 2, 16, 128, 1024], "of a loader that nobody has seen"
 
 
 def test_a_link_is_a_preset_or_described_in_words() -> None:
@@ -254,7 +250,6 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
         ("digits --network 1GbE --price -1", "--price -1.0: give 0 or more"),
         ("digits --network 1GbE --compile", "leave out --compile"),
         ("digits --network 1GbE --accelerator cpu --per-node 8", "--per-node 8: there is no GPU"),
-        ("--network 1GbE --scaling weak mine.py", "a script's loader says"),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(

@@ -33,14 +33,13 @@ like this one.
                       or RUN, the folder of a run of this job on several such devices
   --within NETWORK    the network between the GPUs of a node (default: PCIe4)
   --per-node N        GPUs per node (default: as many as on this machine)
-  --scaling weak      the same batch per device; default: the same global batch (strong)
   --price P           price per device and hour, for the cost of the run
   --output FOLDER     default: runs/NAME-forecast; its measurements are reused
 
 Exit code: 0 done, 1 the job cannot be measured, 2 the request cannot be honoured.
 """
 OWN: dict[str, type] = {
-    **dict.fromkeys(("--devices", "--network", "--within", "--per-node", "--scaling"), str),
+    **dict.fromkeys(("--devices", "--network", "--within", "--per-node"), str),
     "--price": float,
 }
 _MOST_DEVICES = 100_000
@@ -59,25 +58,22 @@ def main(given: list[str]) -> int:
         raise RequestError("lockstep forecast sees nothing in a compiled model; leave out --compile.")
     if not job.is_script and base.parallel.strategy not in ("auto", "ddp"):
         raise RequestError(f"--strategy {base.parallel.strategy}: forecasts are of ddp (and of dp beside it).")
-    if job.is_weak and job.is_script:
-        raise RequestError("--scaling weak: a script's loader says how large the global batch is; enlarge it there.")
     within = networks.links("--within", asked.get("--within", "PCIe4"))
     # If a run describes the network: its ranks and step times.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
     between = within if ranks else networks.links("--network", network)
     per_node = _per_node(asked.get("--per-node"), gpus(base))
-    folder = job.folder("forecast", {"scaling": "weak" if job.is_weak else "strong"})
+    folder = job.folder("forecast", {})
     screen = Screen(stderr=True)
     crowded(screen)
     batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:
         strategy = () if job.is_script else ("--strategy", "ddp")
-        grown = ("--batch", str(base.batch.size * ranks)) if job.is_weak and ranks > 1 else ()
-        return job.command(Cell(name="", flags=("--devices", "1", *strategy, *grown)), path)
+        return job.command(Cell(name="", flags=("--devices", "1", *strategy)), path)
 
     with telling(screen) as tell, kept_in(folder):
-        measured = {ranks, *forecast.chosen(devices, batch, is_weak=job.is_weak)} - {0}
+        measured = {ranks, *forecast.chosen(devices, batch)} - {0}
         if count := len(forecast.missing(sorted(measured), folder)):
             screen.say(_length(count))
         shares, facts = forecast.measure(sorted(measured), command, folder, tell)
@@ -86,7 +82,7 @@ def main(given: list[str]) -> int:
             tell(f"measuring what gloo itself takes for a message, about {duration(forecast.USUAL_S)}")
             gloo = forecast.gloo(folder)
             between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
-    cluster = Cluster(between, within, per_node, asked.get("--price"), job.is_weak)
+    cluster = Cluster(between, within, per_node, asked.get("--price"))
     if ranks:
         share = next(each for each in shares if each.ranks == ranks)
         cluster = cluster._replace(between=forecast.fitted(cluster, share, step_s, has_trees=facts.on_gpu))
@@ -116,8 +112,7 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
     with understanding(folder):
         ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
     if not job.is_script:
-        options = flatten(base) | ({"batch": base.batch.size * ranks} if job.is_weak else {})
-        records.check_one_job([records.Run(name="what is forecast", folder=folder, options=options), run], "batch")
+        records.check_one_job([records.Run(name="this job", folder=folder, options=flatten(base)), run], "batch")
     if ranks < 2 or len(step_s) < 2:
         raise RequestError(
             f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "

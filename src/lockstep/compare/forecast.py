@@ -60,16 +60,12 @@ class Job(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """The devices and links that would run the job.
-
-    `price` is of a device and hour; if `is_weak`, each device has as many samples as one has now.
-    """
+    """The devices and links that would run the job; `price` is of a device and hour."""
 
     between: Links
     within: Links
     per_node: int
     price: float | None = None
-    is_weak: bool = False
 
     def network(self, quality: int, *, has_trees: bool) -> Network:
         """Return the network: worst (0), middle (1) or best (2)."""
@@ -120,13 +116,11 @@ COLUMNS = (
 )
 
 
-def chosen(devices: Sequence[int], batch: int | None, *, is_weak: bool) -> list[int]:
+def chosen(devices: Sequence[int], batch: int | None) -> list[int]:
     """Choose the numbers of devices to measure: one, and four others evenly.
 
     Of numbers with shares of one size of the global `batch`, one is enough.
     """
-    if is_weak:
-        return [1, 2] if max(devices) > 1 else [1]
     several = [each for each in devices if each > 1]
     by_share = {ranks if batch is None else math.ceil(batch / ranks): ranks for ranks in reversed(several)}
     several = sorted(by_share.values())
@@ -278,16 +272,15 @@ def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Seque
 
 
 def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, error: float) -> Forecast:
-    grown = devices if cluster.is_weak else 1
-    one_s = shares[0].profile.step_s * grown
-    profile, memory_bytes = _at(shares, devices, math.ceil(job.batch * grown / devices))
+    one_s = shares[0].profile.step_s
+    profile, memory_bytes = _at(shares, devices, math.ceil(job.batch / devices))
     worst, middle, best = (cluster.network(quality, has_trees=job.on_gpu) for quality in range(3))
     slow_s, step_s, fast_s = (timeline.step_s(profile, devices, network) for network in (worst, middle, best))
     # Of times, errors multiply: as much longer as shorter.
     longer_s = math.hypot(slow_s - step_s, error * profile.step_s)
     shorter_s = math.hypot(step_s - fast_s, error / (1 + error) * profile.step_s)
     times = Interval(step_s, step_s - min(shorter_s, 0.99 * step_s), step_s + longer_s)
-    epoch_s = None if job.steps_per_epoch is None else math.ceil(job.steps_per_epoch / grown) * step_s
+    epoch_s = None if job.steps_per_epoch is None else job.steps_per_epoch * step_s
     cost = None
     if cluster.price is not None and epoch_s is not None and job.epochs is not None:
         cost = devices * cluster.price * epoch_s * job.epochs / 3600
@@ -303,7 +296,7 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         losses_s = {name: round(b - a, 9) + 0.0 for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
         if job.on_gpu and devices <= cluster.per_node:
             dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
-    rate, bytes_a_step = job.batch * grown / step_s, profile.bytes_a_step if devices > 1 else 0
+    rate, bytes_a_step = job.batch / step_s, profile.bytes_a_step if devices > 1 else 0
     sizes = (epoch_s, cost, memory_bytes, bytes_a_step)
     return Forecast(devices, profile.batch, times, speed_up, rate, *sizes, losses_s, dp_speed_up)
 

@@ -142,54 +142,48 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, tell
     where the budget is too small for a race, and `RunError` where no variant can be run.
     """
     series = [Series(cell, folder / _safe(cell.name)) for cell in cells]
-    living = _try(series, command, plan, tell)
-    groups = [living]
-    if not _fit(living):
+    living = _try(series, command, plan, folder, tell)
+    together = _fit(living)
+    if not together:
         tell("memory does not hold all variants at once: they race one after the other, which widens the intervals")
-        groups = [[each] for each in living]
     spent_s = sum(each.trial.seconds for each in living)
-    start_s, turn_s = sum(map(_start_s, groups)), sum(each.turn_s for each in living)
-    _check(plan, len(living), spent_s, start_s + _TURNS[0] * turn_s, folder)
+    start_s, turn_s = _start_s(living, together=together), sum(each.turn_s for each in living)
+    check_budget(plan, len(living), spent_s, start_s + _TURNS[0] * turn_s, folder)
     # As long as the starts take: more turns reduce the error from turns, more races that from starts.
-    races_s = (plan.budget_s - spent_s) / _FEWEST
-    # A single remaining variant has no ratio: only its rate is reported.
-    races_s = races_s if len(living) > 1 else 0.0
+    races_s = (plan.budget_s - spent_s) / _FEWEST if len(living) > 1 else 0.0  # a lone variant has no ratio
     turns = min(_TURNS[1], max(_TURNS[0], round(min(start_s, races_s - start_s) / turn_s)))
-    number = 0
-    while groups and (number == 0 or spent_s + start_s + turns * turn_s <= plan.budget_s):
-        width = _widest(living)
+    number, width = 0, math.inf
+    while living and (number == 0 or spent_s + start_s + turns * turn_s <= plan.budget_s):
         if number >= _FEWEST and (width <= _WIDTH or len(living) == 1):
             break
         number += 1
         known = f", ratios known to ±{width:.1%}" if width < 1 and len(living) > 1 else ""
         tell(f"race {number}: {counted(turns, 'turn')} of {counted(len(living), 'variant')}{known}")
-        spent_s += _race(groups, command, folder / f"race-{number:02}", turns)
-        groups = [alive for group in groups if (alive := [each for each in group if not each.failed])]
-        living = [each for group in groups for each in group]
+        spent_s += _race(living, command, folder / f"race-{number:02}", turns, together=together)
+        living = [each for each in living if not each.failed]
+        width = _widest(living) if living else math.inf
     return series
 
 
-def check_budget(plan: Plan, count: int) -> None:
-    """Raise `RequestError` for a budget in which no machine tries so many variants and runs a race of them."""
-    least_s = count * sum(_LEAST_S) + _LEAST_S[0] + _TURNS[0] * _TURN_S * count
-    if least_s > plan.budget_s:
-        raise RequestError(
-            f"--budget {plan.budget_s:.0f}s is too small for {counted(count, 'variant')}: trying them and a race take "
-            f"{least_s:.0f} s on any machine; give {count * _USUAL_S:.0f}s, or fewer variants."
-        )
+def check_budget(
+    plan: Plan, count: int, trials_s: float = 0.0, race_s: float = 0.0, folder: Path | None = None
+) -> None:
+    """Raise `RequestError` where so many variants' trials and a race take longer than the budget.
 
-
-def _check(plan: Plan, count: int, trials_s: float, race_s: float, folder: Path) -> None:
-    """Raise `RequestError` where so many variants' trials and the shortest race take longer than the budget."""
+    Without measurements in a `folder`, they take what they take on any machine.
+    """
+    trials_s = max(trials_s, count * sum(_LEAST_S))
+    race_s = max(race_s, _LEAST_S[0] + _TURNS[0] * _TURN_S * count)
     if trials_s + race_s > plan.budget_s:
+        enough_s = max(count * _USUAL_S, trials_s + _FEWEST * race_s)
+        keeping = f" and --output {shown(folder)}, which keeps what was tried" if folder else ""
         raise RequestError(
             f"--budget {plan.budget_s:.0f}s is too small for {counted(count, 'variant')}: trying them takes "
-            f"{trials_s:.0f} s, and a race {race_s:.0f} s at least; give {math.ceil(trials_s + _FEWEST * race_s)}s for "
-            f"{_FEWEST} races, and --output {shown(folder)}, which keeps what was tried."
+            f"{trials_s:.0f} s, and a race {race_s:.0f} s at least; give {math.ceil(enough_s)}s{keeping}, or vary less."
         )
 
 
-def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) -> list[Series]:
+def _try(series: Sequence[Series], command: Commands, plan: Plan, folder: Path, tell: Tell) -> list[Series]:
     """Try each variant; return the working ones."""
     able = [each for each in series if not each.failed]
     for number, each in enumerate(able, start=1):
@@ -199,12 +193,12 @@ def _try(series: Sequence[Series], command: Commands, plan: Plan, tell: Tell) ->
         own_folder(each.folder)
         words = (str(plan.steps or 0), *command(each.cell, path / trials.RUN))
         each.trial = trials.measure(name, path, words, limit_s=limit_s)
-        tried = [before for before in able[:number] if not before.failed]
-        if tried:
+        if tried := [before for before in able[:number] if not before.failed]:
             count = len(tried) + len(able) - number
-            factor = count / len(tried)
-            race_s = max(each.start_s for each in tried) + factor * _TURNS[0] * sum(each.turn_s for each in tried)
-            _check(plan, count, factor * sum(each.trial.seconds for each in tried), race_s, each.folder.parent)
+            trial_s = statistics.fmean(before.trial.seconds for before in tried)
+            turn_s = statistics.fmean(before.turn_s for before in tried)
+            race_s = _start_s(tried, together=True) + _TURNS[0] * count * turn_s
+            check_budget(plan, count, count * trial_s, race_s, folder)
     living = [each for each in able if not each.failed]
     if not living:
         first, what = series[0], counted(len(series), "variant")
@@ -223,15 +217,18 @@ def base_of(series: Sequence[Series]) -> Series:
     return [*alone, *whole, *series][0]
 
 
-def _race(groups: Sequence[Sequence[Series]], command: Commands, folder: Path, turns: int) -> float:
+def _race(living: Sequence[Series], command: Commands, folder: Path, turns: int, *, together: bool) -> float:
     """Run a race, or read a former one; return its seconds."""
     path = folder / "race.json"
     if not path.exists():
         trials.make_free(folder)
         begun_s, rates, failed = time.monotonic(), dict[str, list[float]](), dict[str, str]()
-        for group in groups:
-            entrants = [_entrant(each, command, folder) for each in group]
-            found, trouble = race.run(entrants, turns, max(_START_S, 3 * _start_s(group)))
+        for group in [living] if together else [[each] for each in living]:
+            entrants = []
+            for each in group:
+                own, turn = folder / _safe(each.cell.name), (each.turn_steps, each.turn_s)
+                entrants.append(race.Entrant(each.cell.name, command(each.cell, own), Path(f"{own}.log"), *turn))
+            found, trouble = race.run(entrants, turns, max(_START_S, 3 * _start_s(group, together=True)))
             rates, failed = rates | found, failed | trouble
         rates = {name: each for name, each in rates.items() if name not in failed}
         fewest = min(map(len, rates.values()), default=0)
@@ -239,16 +236,11 @@ def _race(groups: Sequence[Sequence[Series]], command: Commands, folder: Path, t
         write_json(path, {"failed": failed, "rates": rates, "seconds": time.monotonic() - begun_s})
     told = records.json_of(path)
     with understanding(path):
-        for each in (each for group in groups for each in group):
+        for each in living:
             each.trouble = told["failed"].get(each.cell.name, "")
             if rated := told["rates"].get(each.cell.name):
                 each.races.append([float(rate) for rate in rated])
         return float(told.get("seconds", 0.0))
-
-
-def _entrant(series: Series, command: Commands, folder: Path) -> race.Entrant:
-    name, turn = _safe(series.cell.name), (series.turn_steps, series.turn_s)
-    return race.Entrant(series.cell.name, command(series.cell, folder / name), folder / f"{name}.log", *turn)
 
 
 def _fit(living: Sequence[Series]) -> bool:
@@ -260,9 +252,10 @@ def _fit(living: Sequence[Series]) -> bool:
     return bool(sum(peak["host"] for peak, _ in peaks) < _MEMORY * psutil.virtual_memory().available)
 
 
-def _start_s(group: Sequence[Series]) -> float:
-    each_s = [each.start_s for each in group]
-    return max(*each_s, sum(each_s) / hardware.cpus())  # they start at the same time
+def _start_s(series: Sequence[Series], *, together: bool) -> float:
+    """Return how long starts take, at the same time or one after the other."""
+    starts_s = [each.start_s for each in series]
+    return max(*starts_s, sum(starts_s) / hardware.cpus()) if together else sum(starts_s)
 
 
 def _widest(living: Sequence[Series]) -> float:
