@@ -30,7 +30,7 @@ data data-dir download workers augment image-size samples holdout skip-corrupt c
 optimizer lr lr-scale momentum nesterov weight-decay schedule milestones gamma warmup lr-rule base-batch clip
 loss step metric label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last draws
-strategy devices gpus accelerator launcher nodes max-restarts init-method clear-meeting interface rank
+strategy devices gpus accelerator launcher nodes max-restarts init-method interface rank
 world-size timeout stall-timeout batchnorm collectives
 precision channels-last compile deterministic
 resume checkpoint-every

@@ -48,6 +48,7 @@ class Arguments:
 
 
 _GONE = {
+    "clear-meeting": "a stale file:// rendezvous is harmless; leave it out",
     "find-unused": "parameters without a gradient are found in any case; leave it out",
     "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
 }

@@ -19,7 +19,7 @@ from .schema import RunConfig
 from .validity import Leaf, leaves_of
 
 OWN_TO_A_RANK = (
-    *("rank", "gpus", "devices", "data-dir", "output", "init-method", "clear-meeting", "interface", "launcher"),
+    *("rank", "gpus", "devices", "data-dir", "output", "init-method", "interface", "launcher"),
     *("workers", "on-device"),
 )
 """Options that may differ between ranks started by hand: their identity and place. All others define the run."""

@@ -136,7 +136,6 @@ class ParallelConfig:
     """Number of nodes; 1:4 takes all available nodes in that range, and continues on fewer."""
     max_restarts: Annotated[int, _FromZero] = 0  # Restarts from the last checkpoint after a lost rank.
     init_method: str = ""  # Rendezvous of ranks: env://, tcp://HOST:PORT or file:///PATH.
-    clear_meeting: bool = False  # No longer needed: a stale file:// rendezvous is harmless.
     interface: str = ""  # Network interface between ranks, such as eth1; default: the one that reaches their hosts.
     rank: Annotated[_MaybeInt, _FromZero] = None  # This process's rank, if you start the ranks by hand.
     world_size: _MaybeInt = None  # Number of ranks, if you start them by hand.

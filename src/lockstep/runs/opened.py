@@ -155,8 +155,7 @@ def _portable_config(config: RunConfig, folder: Path) -> RunConfig:
 
     Leaves out the rendezvous and output of this start, and a --resume of the same folder.
     """
-    parallel = replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None)
-    parallel = replace(parallel, clear_meeting=False, interface="")
+    parallel = replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None, interface="")
     resume = config.checkpoint.resume
     is_own = resume == "auto" or (resume and folders.run_of(Path(resume).absolute()) == folder)
     checkpoint = replace(config.checkpoint, resume="" if is_own else resume)
