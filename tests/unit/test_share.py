@@ -43,12 +43,12 @@ def _joined(streams: list[Iterator[Micro]]) -> list[tuple[list[Any], list[int], 
     """Return (samples, indices, total, last) of each global micro-batch: all ranks' shares put together."""
     joined = []
     for parts in zip(*streams, strict=True):
-        assert len({(part.total, part.last) for part in parts}) == 1
+        assert len({(part.share.total, part.share.last) for part in parts}) == 1
         assert all(part.size == len(part.indices) for part in parts)
         batches = [part.batch[0] if isinstance(part.batch, list) else part.batch for part in parts]
         samples = [row for batch, part in zip(batches, parts, strict=True) for row in batch.tolist()[: part.size]]
         indices = np.concatenate([part.indices for part in parts]).tolist()
-        joined.append((samples, indices, parts[0].total, parts[0].last))
+        joined.append((samples, indices, parts[0].share.total, parts[0].share.last))
     return joined
 
 

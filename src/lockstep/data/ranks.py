@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -68,11 +66,7 @@ def shared(world: World, build: Callable[[], Arrays]) -> Arrays:
 
 def _write(arrays: Arrays, stack: ExitStack) -> str:
     """Write `arrays` to a new folder; return its path. `stack` removes the folder."""
-    size_bytes, memory_folder = sum(array.nbytes + 4096 for array in arrays.values()), "/dev/shm"
-    is_roomy = os.access(memory_folder, os.W_OK) and shutil.disk_usage(memory_folder).free > size_bytes * 1.1 + 2**20
-    folder = stack.enter_context(
-        tempfile.TemporaryDirectory(prefix="lockstep-", dir=memory_folder if is_roomy else None)
-    )
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
     for name, array in arrays.items():
         np.save(Path(folder, name), array, allow_pickle=False)
     return folder

@@ -50,16 +50,6 @@ class Micro(NamedTuple):
         """Number of samples that count; 0 for an empty share, whose batch is a stand-in sample."""
         return self.share.size
 
-    @property
-    def total(self) -> int:
-        """Number of samples in the global batch."""
-        return self.share.total
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the global batch's last micro-batch."""
-        return self.share.last
-
 
 _Shares = Iterator[tuple[Indices, Share]]
 """(indices of the samples to read, share). An empty share reads one stand-in sample."""
