@@ -70,8 +70,8 @@ def fed(job: Job) -> Iterator[Batch]:
         batch: Batch = []
         for micro in job.micros(epoch):
             batch.append(micro.batch)
-            if micro.last:
-                if micro.total == job.plan.global_size:
+            if micro.share.last:
+                if micro.share.total == job.plan.global_size:
                     yield batch
                 batch = []
 
