@@ -75,27 +75,6 @@ def copy_into(model: Any, values: list[Any]) -> None:
             parameter.copy_(value)
 
 
-@loop("epoch", "midst", "midst-step", quick=True)
-def evaluate_loop(session: Any, how: str) -> Numbers:
-    """Evaluate at several places."""
-    model, optimizer, loader = trio(session)
-    test = DataLoader(regression(11), batch_size=4)
-    numbers: Numbers = []
-    for _ in session.epochs(2):
-        for at, (x, y) in enumerate(loader):
-            if how == "midst" and at == 2:
-                numbers.extend(evaluate(session, model, test))
-            loss = error(model, x, y)
-            descend(session, optimizer, loss)
-            if how == "midst-step" and session.is_last and session.step % 3 == 0:
-                numbers.extend(evaluate(session, model, test))
-        if how == "epoch":
-            numbers.extend(evaluate(session, model, test))
-    if how == "midst":
-        numbers = numbers[-1:]
-    return [checksum(model), *numbers]
-
-
 @loop("list", quick=True)
 @loop("list-small", outcome=RIGHT | TOLD)
 def evaluate_by_list(session: Any, how: str) -> Numbers:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -32,31 +32,6 @@ def accumulate_by_hand(session: Any, how: str) -> Numbers:
                 optimizer.step()
                 optimizer.zero_grad()
     return [checksum(model)]
-
-
-# torch's clip_grad_value_ takes no model without gradients, as before a global batch's last micro-batch.
-@loop("value", accumulated=SKIPPED, quick=True)
-@loop("norm", quick=True)
-@loop("apart")
-def clip(session: Any, how: str) -> Numbers:
-    model, optimizer, loader = trio(session)
-    norms: Numbers = []
-    for _ in session.epochs(2):
-        for x, y in loader:
-            session.backward(error(model, x, y))
-            weights = list(model.parameters())
-            if how == "value":
-                nn.utils.clip_grad_value_(weights, 0.05)
-            elif how == "apart":
-                for weight in weights:
-                    nn.utils.clip_grad_norm_(weight, 0.1)
-            else:
-                norm = nn.utils.clip_grad_norm_(weights, 0.2)
-                if session.is_last:
-                    norms.append(norm.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return [checksum(model), *norms]
 
 
 @loop("first", "keep", "model", quick=True)
@@ -204,22 +179,6 @@ def schedule_unprepared(session: Any, how: str) -> Numbers:
             if how != "is-last" or session.is_last:
                 unprepared.step()
     return [checksum(model)]
-
-
-@loop("step", "chained", quick=True)
-def schedule_by_epoch(session: Any, how: str) -> Numbers:
-    model, optimizer, loader = trio(session)
-    schedules: Any = StepLR(optimizer, step_size=1, gamma=0.5)
-    if how == "chained":
-        schedules = torch.optim.lr_scheduler.SequentialLR(
-            optimizer, [LambdaLR(optimizer, lambda epoch: 0.5), schedules], milestones=[1]
-        )
-    schedules = session.prepare(schedules)
-    for _ in session.epochs(3):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-        schedules.step()
-    return [checksum(model), optimizer.param_groups[0]["lr"]]
 
 
 @loop()

@@ -19,20 +19,6 @@ from .catalogue import REFUSED, RIGHT, SKIPPED, Numbers, loop
 from .common import FEATURES, arrays, checksum, descend, error, limited, mlp, regression, seeded, trio
 
 
-@loop("two", quick=True)
-@loop("shuffled", has_plain=False)
-def passes(session: Any, how: str) -> Numbers:
-    """Go over the loader several times an epoch."""
-    model, optimizer, loader = trio(session, shuffle=how == "shuffled")
-    samples = 0
-    for _ in session.epochs(2):
-        for _ in range(2):
-            for x, y in loader:
-                samples += session.sum(len(y))
-                descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step, samples]
-
-
 @loop(quick=True, resumed=RIGHT | REFUSED)
 def by_steps(session: Any, how: str) -> Numbers:
     """Train for a number of steps, not of epochs."""
@@ -242,18 +228,6 @@ class Bar:
             self.total -= 1
 
 
-@loop(accumulated=SKIPPED, saves_by_epoch=True, quick=True)
-def enumerate_break(session: Any, how: str) -> Numbers:
-    """Leave an epoch after some batches, as `limit_train_batches` does."""
-    model, optimizer, loader = trio(session)
-    for _ in session.epochs(3):
-        for at, (x, y) in enumerate(loader):
-            if at == 2:
-                break
-            descend(session, optimizer, error(model, x, y))
-    return [checksum(model), session.step]
-
-
 @loop("equal", quick=True)
 @loop("shorter", "longest", outcome=RIGHT | REFUSED)
 def zip_two(session: Any, how: str) -> Numbers:
@@ -345,30 +319,6 @@ def other_order_on_a_rank(session: Any, how: str) -> Numbers:
         for x, y in batches[session.rank :] + batches[: session.rank]:
             descend(session, optimizer, error(model, x, y))
     return [checksum(model)]
-
-
-@loop("before", "within", quick=True)
-def look_again(session: Any, how: str) -> Numbers:
-    """Compute the error over the training loader, without gradients."""
-    model, optimizer, loader = trio(session)
-    numbers: Numbers = []
-
-    def look() -> None:
-        total = samples = 0.0
-        with torch.no_grad():
-            for x, y in loader:
-                total += session.sum(nn.functional.mse_loss(model(x), y, reduction="sum").item())
-                samples += session.sum(len(y))
-        numbers.extend((total, samples))
-
-    if how == "before":
-        look()
-    for _ in session.epochs(2):
-        for x, y in loader:
-            descend(session, optimizer, error(model, x, y))
-        if how == "within":
-            look()
-    return [checksum(model), *numbers[-2:]]
 
 
 def normalised() -> nn.Sequential:

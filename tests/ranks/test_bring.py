@@ -14,7 +14,7 @@ from ..bring.runner import Runner
 from ..pool import RankPool
 
 CASES = catalogue.cases()
-SEED, QUICK = 1, 12
+SEED, QUICK, SLOW = 1, 12, 60
 """Generated programs of this seed; `python -m tests.bring.generate` draws as many as wanted."""
 
 
@@ -69,10 +69,13 @@ def test_a_gradient_that_is_not_there_yet_is_explained(ranks: Runner) -> None:
     assert "`if session.is_last`" in ranks.observe(CASES["change_gradients-decay"], 2, 2).message
 
 
-@pytest.mark.parametrize("number", range(QUICK), ids=lambda number: f"{SEED}:{number}")
+PROGRAMS = [pytest.param(number, marks=[pytest.mark.slow] * (number >= QUICK)) for number in range(SLOW)]
+
+
+@pytest.mark.parametrize("number", PROGRAMS)
 def test_a_generated_loop_comes_to_the_same_numbers_on_any_ranks(ranks: Runner, number: int) -> None:
     program = draw(SEED, number)
-    finding = generate.observe(ranks, program, resumed_size=0)
+    finding = generate.observe(ranks, program, resumed_size=0 if number < QUICK else generate.resumed_size(number))
     assert finding.outcome & (RIGHT | REFUSED | SKIPPED), (finding, dumps(program))
 
 

@@ -112,17 +112,8 @@ def test_each_command_is_understood(
 
 def test_each_flag_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     named = {flag for code in _code() if "lockstep" in code or code.startswith(("…", "--")) for flag in _flags(code)}
-    for words in (
-        "train",
-        "run",
-        "eval",
-        "submit slurm",
-        "verify gradients",
-        "verify curve",
-        "doctor",
-        "compare",
-        "forecast",
-    ):
+    verbs = "train, run, eval, submit slurm, verify gradients, verify curve, doctor, compare, forecast"
+    for words in verbs.split(", "):
         with contextlib.suppress(SystemExit):
             main([*words.split(), "--help"])
     known = _flags(capsys.readouterr().out)

@@ -112,17 +112,6 @@ def test_all_variants_of_a_script_are_one_model(tmp_path: Path, name: str) -> No
     assert _read(tmp_path, "ddp-2/manifest.json")["topology"]["size"] == 2
 
 
-def test_a_script_whose_loss_depends_on_the_ranks_parts(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(COUNTS)
-    ended = _ended(tmp_path, "mine.py", "--wrong", command=("verify", "curve"))
-    assert "ddp-2 parts from single at step 1" in sentence(ended, code=3)
-    verdicts = _verdicts(tmp_path)
-    assert {name for name, verdict in verdicts.items() if verdict == "parts"} == {
-        *("ddp-2", "ddp-3", "ddp-2-accum-2", "single-then-ddp-2"),
-    }
-    assert verdicts["single-accum-2"] == verdicts["ddp-2-by-torchrun"] == "holds"
-
-
 def test_all_variants_of_a_step_of_ones_own_are_one_model(tmp_path: Path) -> None:
     ended = _ended(tmp_path, *STEP, command=("verify", "curve"))
     assert ended.code == 0, ended
