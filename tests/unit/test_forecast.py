@@ -243,8 +243,8 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
     [
         ("digits", "lacks --network"),
         ("digits --network 100GbF", "did you mean 100GbE"),
-        ("digits --network 10Gbit/s", "--network 10Gbit/s lacks the latency of a message"),
-        ("digits --network runs/absent", "--network runs/absent is no folder"),
+        ("digits --network 10Gbit/s", "Or give a rate and a latency, such as 10Gbit/s,50us"),
+        ("digits --network runs/absent", "or the folder of a run"),
         ("digits --network gone.json", "gone.json"),
         ("digits --network 1GbE --devices 4:2", "--devices 4:2: give a range such as 1:1024"),
         ("digits --network 1GbE --price -1", "--price -1.0: give 0 or more"),

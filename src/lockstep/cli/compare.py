@@ -51,7 +51,6 @@ mean ± sample standard deviation.
   --steps N          steps of the trial that measures where the time goes; default: as many as fit its time
   --tolerance T      largest relative difference of losses for the same model (default: 1e-3, 1e-9 in fp64,
                      1e-2 with Muon)
-  --yes              run more than 64 variants
   --from RUN …       a report on finished runs of one job
   --output FOLDER    default: runs/NAME-comparison; continues a stopped comparison
 
@@ -61,7 +60,6 @@ OWN: dict[str, type] = {
     "--vary": list,
     **dict.fromkeys(("--budget", "--seeds", "--scaling", "--steps"), str),
     **dict.fromkeys(("--to-accuracy", "--tolerance"), float),
-    "--yes": bool,
 }
 _SEEDS = 3
 _ENDLESS = 10**6
@@ -89,7 +87,7 @@ def main(given: list[str]) -> int:
     for key, values in varied.items():
         for value in values:
             job.check_value(key, value)
-    cells = grid.cells(varied, job.config, is_weak=job.is_weak, is_confirmed="--yes" in asked)
+    cells = grid.cells(varied, job.config, is_weak=job.is_weak)
     left_out = [each for each in cells if each.why_not]
     if len(left_out) == len(cells) - 1:
         why = "; ".join(f"{each.name}: {each.why_not}" for each in left_out)

@@ -13,7 +13,6 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
 from ..launchers.plan import plan
 
-MOST = 64  # variants that are run without --yes
 _DECIDED = ("output", "resume", "eval-every", "quiet")
 _SWITCHES = {"true": "--{}", "false": "--no-{}"}
 _NUMBER = re.compile(r"[\d.e+-]+")
@@ -68,16 +67,13 @@ def cells(
     parse: Callable[[Words], RunConfig],
     *,
     is_weak: bool = False,
-    is_confirmed: bool = False,
 ) -> list[Cell]:
     """Return a cell for each combination of values.
 
     `parse` returns the config of more flags over the job's own. If `is_weak`, the global batch grows with the devices.
-    Raises `RequestError` for more than `MOST` that are not confirmed, and where none can be run.
+    Raises `RequestError` where none can be run.
     """
-    combined = list(itertools.product(*varied.values()))
-    if len(combined) > MOST and not is_confirmed:
-        raise RequestError(f"--vary asks for {len(combined)} variants; vary less, or add --yes where you mean it.")
+    combined = itertools.product(*varied.values())
     found = [_cell(dict(zip(varied, values, strict=True)), parse, is_weak) for values in combined]
     if all(cell.why_not for cell in found):
         raise RequestError(f"None of {counted(len(found), 'variant')} can be run; {found[0].name}: {found[0].why_not}")

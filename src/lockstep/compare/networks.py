@@ -44,7 +44,7 @@ PRESETS: dict[str, tuple[float, tuple[float, float, float]]] = {
 _RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": _GBIT, "mb": 1e6, "gb": 1e9}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(\d+(?:\.\d*)?)"
-_WORDS = re.compile(rf"{_NUMBER}\s*([kmg]bit|[mg]b)(?:/s)?(?:\s*,\s*{_NUMBER}\s*(us|µs|ms|s))?", re.IGNORECASE)
+_WORDS = re.compile(rf"{_NUMBER}\s*([kmg]bit|[mg]b)(?:/s)?\s*,\s*{_NUMBER}\s*(us|µs|ms|s)", re.IGNORECASE)
 _SIZE = re.compile(r"all-(reduce|gather) (\d+) (B|KiB|MiB|GiB)")
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -60,17 +60,13 @@ def links(flag: str, text: str) -> Links:
             *(Link.of(part * preset[0], latency_s) for part, latency_s in zip(_REACHED, preset[1], strict=True))
         )
     if (found := _WORDS.fullmatch(text.strip())) and (rate := float(found[1]) * _RATES[found[2].lower()]):
-        if found[3] is None:
-            raise RequestError(f"{flag} {text} lacks the latency of a message: give {text},50us or what it is there.")
         link = Link.of(rate, float(found[3]) * _TIMES[found[4].lower()])
         return Links(link, link, link)
     if text.endswith(".json"):
         return examined([Path(each) for each in text.split(",")])
-    if "/" in text:
-        raise RequestError(f"{flag} {text} is no folder, and no network; give the folder of a run, or 10Gbit/s,50us.")
     advice = (
-        f"There are {', '.join(PRESETS)}. A rate and a latency, such as 10Gbit/s,50us, FILE.json of lockstep doctor "
-        "--json and the folder of a run are taken too."
+        f"There are {', '.join(PRESETS)}. Or give a rate and a latency, such as 10Gbit/s,50us; FILE.json of lockstep "
+        "doctor --json; or the folder of a run."
     )
     raise unknown(f"network of {flag}", text, PRESETS, advice)
 
