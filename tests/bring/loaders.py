@@ -141,9 +141,6 @@ class Stream(IterableDataset[Pair]):
         if self.how == "counted":
             start = 3 * self.epoch
             self.epoch += 1
-        elif self.how == "grows":
-            pairs = pairs[: 12 + 5 * self.epoch]
-            self.epoch += 1
         endless = self.how == "endless"
         while True:
             yield from pairs[start:]
@@ -154,7 +151,7 @@ class Stream(IterableDataset[Pair]):
 
 @loop("plain", quick=True)
 @loop("endless", resumed=RIGHT | REFUSED)
-@loop("counted", "grows", resumed=RIGHT | TOLD | REFUSED)
+@loop("counted", resumed=RIGHT | TOLD | REFUSED)
 @loop("worker", outcome=RIGHT | REFUSED, needs_processes=True)
 def streams(session: Any, how: str) -> Numbers:
     """Read a stream, which may count its own epochs or never end."""

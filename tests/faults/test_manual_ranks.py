@@ -1,4 +1,4 @@
-"""Ranks that torchrun or a person has started: they meet, and one that is lost is one sentence on the others."""
+"""Ranks started by hand: they meet, and the others report a lost rank in one sentence."""
 
 from __future__ import annotations
 
