@@ -25,7 +25,7 @@ from lockstep.compare.clock import Clock
 from lockstep.compare.grid import Cell, Words
 from lockstep.compare.records import Record, Run, check_one_job
 from lockstep.compare.report import Report, write
-from lockstep.compare.rounds import Aim, Series
+from lockstep.compare.rounds import Plan, Series
 from lockstep.compare.trials import Trial
 from lockstep.config.options import flatten, override
 from lockstep.config.schema import PrecisionConfig, RunConfig
@@ -232,7 +232,7 @@ def test_the_seconds_of_a_training_are_those_of_its_steps_until_it_is_accurate_e
 def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Path) -> None:
     trial = Trial(told={"step_s": [0.5]}, seconds=1.0)
     able = [series(name, [], folder=tmp_path / name, trial=trial) for name in "abc"]
-    aim = Aim(seeds=range(3))
+    plan = Plan(60.0, seeds=range(3))
     for name, seeds in {"a": (0, 2), "b": (0, 2), "c": ()}.items():
         for seed in seeds:
             (folder := tmp_path / name / f"seed-{seed}").mkdir(parents=True)
@@ -248,14 +248,14 @@ def test_a_comparison_goes_on_with_the_trainings_that_are_not_there(tmp_path: Pa
         said: list[str] = []
         for each in able:
             each.trainings.clear()
-        rounds.train(able, refused, aim, said.append)
+        rounds.train(able, refused, plan, said.append)
         assert [[*each.trainings] for each in able] == [[0, 1], [0, 1], [0]], "one that failed is trained no more"
         by_turns = ("c, seed 0 (3", "b, seed 1 (5", "a, seed 1 (6")
         assert said == [f"training {each} of 9), about 6.5 s and evaluations" for each in by_turns]
     failed = able[1].trainings[1].failed
     assert failed.startswith("refused: ")
     assert "no-such-b" in failed
-    assert Aim(seeds=range(1), to_accuracy=0.9).folder(able[0], 0) != aim.folder(able[0], 0)
+    assert replace(plan, to_accuracy=0.9).folder(able[0], 0) != plan.folder(able[0], 0)
 
 
 HEEDS = "import signal, sys; signal.signal(15, lambda *_: sys.exit({code})); print(flush=True); signal.pause()"
@@ -571,7 +571,7 @@ def test_a_budget_that_holds_no_race_is_refused_as_soon_as_that_is_known(tmp_pat
     def refused(cells: Sequence[Cell], budget_s: float) -> str:
         said: list[str] = []
         with pytest.raises(RequestError) as found:
-            rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, rounds.Plan(budget_s), said.append)
+            rounds.run(cells, lambda cell, folder: ("no-such-verb",), tmp_path, Plan(budget_s), said.append)
         assert said == [], "no other variant was tried"
         return str(found.value)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from .. import hardware
 from ..compare import answer, grid, measured, records, report, rounds, rows, tables
 from ..compare.grid import Cell
-from ..compare.report import HTML, Report
-from ..compare.rounds import Aim
+from ..compare.report import COVERS_PAST, HTML, Report
+from ..compare.rounds import Plan
 from ..config.options import flatten
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError, counted
@@ -98,19 +98,19 @@ def main(given: list[str]) -> int:
     if "--vary" not in asked:
         cells = [each for each in cells if not each.why_not]  # the others were not requested
     steps = whole_number("--steps", asked.get("--steps"))
-    plan = rounds.Plan(_seconds(asked.get("--budget", "2m")), steps)
-    aim = _aim(asked, base.seed, varied, is_script=job.is_script)
+    seeds, target = _trainings(asked, base.seed, varied, is_script=job.is_script)
+    plan = Plan(_seconds(asked.get("--budget", "2m")), steps, seeds, target)
     rounds.check_budget(plan, sum(not each.why_not for each in cells))
     listed = [{"name": each.name, "flags": list(each.flags)} for each in cells]
     folder = job.folder("comparison", {"cells": listed, "steps": steps})
     screen = Screen(stderr=True)
-    _announce(screen, cells, plan, aim)
+    _announce(screen, cells, plan)
     disturbed = crowded(screen)
     with telling(screen) as tell, kept_in(folder):
         found = rounds.run(cells, job.command, folder, plan, tell)
-        rounds.train(found, job.training, aim, tell)
-    table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=aim.to_accuracy)
-    told = answer.sentences(table, job.shown, aim.to_accuracy)
+        rounds.train(found, job.training, plan, tell)
+    table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=target)
+    told = answer.sentences(table, job.shown, target)
     if any(row.samples_per_s and row.batch is None for row in table):
         told.append("Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here.")
     made_with = ", ".join(f"{name} {version_of(name)}" for name in ("lockstep-torch", "torch"))
@@ -138,7 +138,7 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
     if len(batches := sorted({row.batch for row in table if row.batch})) > 1:
         told.append(f"Their global batches differ ({', '.join(map(str, batches))}): they are other models.")
     title, about = counted(len(runs), "run"), "Runs that have ended, each as its manifest.json tells."
-    _write(Report(title=title, about=about, made=made(), rows=table, answer=told, is_past=True), folder)
+    _write(Report(title=title, about=about, made=made(), rows=table, answer=told, covers=COVERS_PAST), folder)
     return folder / HTML
 
 
@@ -200,30 +200,32 @@ def _seconds(text: str) -> float:
     raise RequestError(f"--budget {text}: give a time, such as 90s, 5m or 1h.")
 
 
-def _aim(asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool) -> Aim:
-    """Return the whole trainings asked for. Raises `RequestError` for an impossible combination."""
+def _trainings(
+    asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool
+) -> tuple[Sequence[int], float | None]:
+    """Return the seeds of whole trainings, and the accuracy that ends each. Raises `RequestError`."""
     many, target = whole_number("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
     if many is None and target is None:
         for key in sorted(varied.keys() & {"epochs", "max-steps"}):
             raise RequestError(f"--vary {key} changes no step: add --seeds N, which trains each variant whole.")
-        return Aim()
+        return (), None
     if "seed" in varied:
         raise RequestError("--vary seed cannot be combined with whole trainings, which take --seeds anyway; drop one.")
     if target is not None and not 0 < target <= 1:
         raise RequestError(f"--to-accuracy {target:g}: give a share above 0 and at most 1, such as 0.94.")
     if target is not None and is_script:
         raise RequestError("--to-accuracy needs evaluations in the records, which a script has not; use --seeds.")
-    return Aim(seeds=range(seed, seed + (many or _SEEDS)), to_accuracy=target)
+    return range(seed, seed + (many or _SEEDS)), target
 
 
-def _announce(screen: Screen, cells: Sequence[Cell], plan: rounds.Plan, aim: Aim) -> None:
+def _announce(screen: Screen, cells: Sequence[Cell], plan: Plan) -> None:
     able = [each for each in cells if not each.why_not]
     names = ", ".join(each.name for each in able)
     screen.say(f"{counted(len(able), 'variant')}, in about {plan.budget_s:.0f} s: {names}")
-    if aim.seeds:
-        until = "" if aim.to_accuracy is None else f", each until an evaluation has {100 * aim.to_accuracy:g}%"
-        many = len(able) * len(aim.seeds)
-        screen.say(f"then {many} whole trainings, {len(able)} variants × {counted(len(aim.seeds), 'seed')}{until}")
+    if plan.seeds:
+        until = "" if plan.to_accuracy is None else f", each until an evaluation has {100 * plan.to_accuracy:g}%"
+        many = len(able) * len(plan.seeds)
+        screen.say(f"then {many} whole trainings, {len(able)} variants × {counted(len(plan.seeds), 'seed')}{until}")
     for each in cells:
         if each.why_not:
             screen.say((f"left out: {each.name}: {each.why_not}", "bright_black"))

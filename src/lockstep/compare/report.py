@@ -26,6 +26,7 @@ COVERS_PAST = (
     "each run was measured once, on the machine and with the versions that its manifest.json names; ratio: of "
     "samples/s, to the first run on one device, else to the first; step times: over all steps of rank 0"
 )
+"""The scope of the numbers of runs that have ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +38,12 @@ class Report:
     made: str
     rows: Sequence[Row]
     answer: Sequence[str]
-    is_past: bool = False  # whether it is on runs that have ended, which were not measured side by side
+    covers: str = COVERS  # the scope of the numbers
 
     @property
     def whole(self) -> list[Row]:
         """The rows with numbers."""
         return [row for row in self.rows if row.samples_per_s is not None]
-
-    @property
-    def covers(self) -> str:
-        """The scope of the numbers."""
-        return COVERS_PAST if self.is_past else COVERS
 
 
 def _ms(name: str) -> Callable[[Row], float | None]:

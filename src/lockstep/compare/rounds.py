@@ -116,18 +116,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Plan:
-    """The limits of a comparison."""
+    """The limits of a comparison: the time of its trials and races, and its whole trainings."""
 
-    budget_s: float  # of trials and races
+    budget_s: float
     steps: int | None = None  # timed steps of a trial; None for as many as fill its time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aim:
-    """Whole trainings: the seeds, and the accuracy that ends each."""
-
-    seeds: Sequence[int] = ()
-    to_accuracy: float | None = None
+    seeds: Sequence[int] = ()  # of whole trainings
+    to_accuracy: float | None = None  # ends a training
 
     def folder(self, series: Series, seed: int) -> Path:
         """Return a training's folder. Another target accuracy gives another folder."""
@@ -268,20 +262,20 @@ def _safe(name: str) -> str:
     return "".join(each if each.isalnum() or each in "-_.+=" else "_" for each in name)
 
 
-def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], aim: Aim, tell: Tell) -> None:
+def train(found: Sequence[Series], command: Callable[[Cell, Path, int], Words], plan: Plan, tell: Tell) -> None:
     """Run the missing whole trainings, one after the other.
 
     An interrupted one continues. `command` returns the words of a cell's command with this run's folder and seed. A
     variant whose training fails is not trained further. Raises what `trials.once` does.
     """
-    able, target = [each for each in found if not each.failed], aim.to_accuracy
-    for number, seed in enumerate(aim.seeds):
+    able, target = [each for each in found if not each.failed], plan.to_accuracy
+    for number, seed in enumerate(plan.seeds):
         for place, each in enumerate(able[:: -1 if number % 2 else 1], start=1):
-            folder = aim.folder(each, seed)
+            folder = plan.folder(each, seed)
             if any(before.failed for before in each.trainings.values()):
                 continue
             if trials.done(folder) is None:
-                place_of = f"({number * len(able) + place} of {len(able) * len(aim.seeds)})"
+                place_of = f"({number * len(able) + place} of {len(able) * len(plan.seeds)})"
                 about = f", about {duration(seconds)} and evaluations" if (seconds := _training_s(each)) else ""
                 tell(f"training {each.cell.name}, seed {seed} {place_of}{about}")
             run_folder = folder / trials.RUN
