@@ -112,14 +112,14 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         if "=" in word and types.get(word.partition("=")[0].replace("_", "-")) is bool:
             raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any for true
     result: Any
-    result, others = _parsed(
+    result, unknown_words = _parsed(
         lambda: tyro.cli(make_dataclass("Flags", fields), args=words, add_help=False, return_unknown_args=True), prog
     )
     values = {name: getattr(result, name[2:].replace("-", "_")) for name in types}
     for name, value in values.items():
         if isinstance(value, float):
             Bounds(least=0).check(name[2:], value)
-    return {name: value for name, value in values.items() if value not in (None, False, ())}, others
+    return {name: value for name, value in values.items() if value not in (None, False, ())}, unknown_words
 
 
 def without(words: list[str], names: Collection[str]) -> list[str]:

@@ -73,8 +73,8 @@ def main(words: list[str]) -> int:
         )
     if submit.is_unwarned(options):
         say(
-            f"--time {options['--time']}: too short for a warning: at its limit the job ends, and loses the steps after its "
-            f"last checkpoint; give {submit.WARNED_FROM_S // 60}:00 or more, or a smaller --checkpoint-every"
+            f"--time {options['--time']}: too short for a warning: at its limit the job ends without saving; give "
+            f"{submit.WARNED_FROM_S // 60}:00 or more, or a smaller --checkpoint-every"
         )
     if not is_dry and shutil.which("sbatch") is None:
         raise RequestError(

@@ -218,7 +218,7 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     options, store, run = str(parameters.get("options")), opened.keys.store, parameters.run_id
     if opened.keys.put("options", options) != options:
         raise RequestError(
-            f"{opened.where}: the agents of another job meet there, or of this one with other flags; give each job a "
+            f"{opened.name}: the agents of another job meet there, or of this one with other flags; give each job a "
             "separate port, and all nodes of a job the same command."
         )
     store.set_timeout(timedelta(seconds=2 * _COUNTED_OUT_S))

@@ -184,7 +184,6 @@ def start_watchdog(
         rank=rank,
         nodes=nodes,
         server=None if rendezvous.outlives else 0,
-        is_served=rendezvous.is_served,
         stall_timeout_s=stall_s,
         beat_s=min(max(stall_s / 10, _LEAST_BEAT_S), _BEAT_S if rendezvous.port else _BEAT_IN_MEMORY_S),
         ends=functools.partial(_end, config, progress, report) if may_end else lambda *_: None,

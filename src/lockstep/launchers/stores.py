@@ -40,7 +40,6 @@ WAIT = timedelta(seconds=60)
 """For a key that torch itself waits for."""
 _RETRY_S = 0.2
 _PROBE_S = 5.0
-_SILENCE_S = 30  # for a new connection to send its first bytes
 _FILE_BYTES = 1 << 12
 _REASONS = {
     errno.EADDRINUSE: "another process uses the port, such as a second rank 0; take another one on every rank",
@@ -54,7 +53,7 @@ class Rendezvous:
     """An open store, and its name in messages."""
 
     keys: Keys
-    where: str
+    name: str
     """In the user's words: tcp://HOST:PORT, file:///PATH, or this host's memory."""
     hosted: bool = False
     """Whether this process serves the store, so that the others lose it when this process ends."""
@@ -69,15 +68,6 @@ class Rendezvous:
     """Notes that outlive this start of the ranks."""
     caution: str = ""
     """A clause on why other ranks may fail to come."""
-
-    def is_served(self) -> bool:
-        """Return whether the store still has a server. torch prints stacks without one."""
-        try:
-            if self.port and not self.hosted:
-                socket.create_connection((self.host, self.port), _PROBE_S).close()
-        except OSError:
-            return False
-        return True
 
 
 def import_torch() -> None:
@@ -136,22 +126,20 @@ def _in_memory(path: Path | None) -> Rendezvous:
 
 def serve(host: str, port: int) -> Rendezvous:
     """Serve the store to the other ranks, on `host`'s address alone."""
-    where = hosts.url(host, port)
+    url = hosts.url(host, port)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         reason = _REASONS.get(error.errno or 0, error.strerror)
-        raise RequestError(f"{where}: this process cannot listen there: {reason}.") from error
+        raise RequestError(f"{url}: this process cannot listen there: {reason}.") from error
     import_torch()
     from .._torch import TCPStore
 
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux then accepts no silent connection, such as a port scanner's
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
     address, port = listener.getsockname()[:2]
     descriptor = listener.detach()
     store = TCPStore(address, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=WAIT)
-    return Rendezvous(Keys(store, PREFIX), where, hosted=True, host=address, port=port, caution=hosts.caution(host))
+    return Rendezvous(Keys(store, PREFIX), url, hosted=True, host=address, port=port, caution=hosts.caution(host))
 
 
 def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bool = False) -> Rendezvous:
@@ -163,7 +151,7 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bo
     import_torch()
     from .._torch import TCPStore
 
-    where, deadline = hosts.url(host, port), time.monotonic() + timeout_s
+    url, deadline = hosts.url(host, port), time.monotonic() + timeout_s
     if not served:  # an agent's store exists before the process that it starts
         _await_listener(host, port, timeout_s)
     left_s = max(_PROBE_S, deadline - time.monotonic())
@@ -175,12 +163,12 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bo
         store = bounded.within(left_s + _PROBE_S, attempt, "store")
     except RuntimeError as error:
         raise AbsentError(
-            f"{where}: no store of a rank 0 has answered there within --timeout {timeout_s:g} s; was rank 0 stopped, "
+            f"{url}: no store of a rank 0 has answered there within --timeout {timeout_s:g} s; was rank 0 stopped, "
             "or is another service using the port?"
         ) from error
     store.set_timeout(WAIT)
     keys = Keys(store, f"{PREFIX}/{job}" if job else PREFIX)
-    return Rendezvous(keys, where, host=host, port=port, outlives=served, caution=hosts.caution(host))
+    return Rendezvous(keys, url, host=host, port=port, outlives=served, caution=hosts.caution(host))
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
@@ -215,7 +203,7 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "") -> R
                     "--timeout."
                 )
             time.sleep(_RETRY_S)
-        return dataclasses.replace(rendezvous, where=url)
+        return dataclasses.replace(rendezvous, name=url)
     if _connect_by_file(path, _PROBE_S) is not None:
         raise RequestError(
             f"{url}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
@@ -229,7 +217,7 @@ def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "") -> R
         files.write_whole(path, contents.encode(), private=True)
     except OSError as error:
         raise _unusable(path, error) from error
-    return dataclasses.replace(rendezvous, where=url, file=path)
+    return dataclasses.replace(rendezvous, name=url, file=path)
 
 
 def _connect_by_file(path: Path, limit_s: float) -> Rendezvous | None:

@@ -110,11 +110,9 @@ def _check_option(option: str) -> None:
         option.startswith("-") and option.isprintable() and not re.search(r"\s-", option),
         f"--sbatch {option!r}: give one option of sbatch as it stands in a script, such as --sbatch=--exclusive.",
     )
-    # sbatch takes -o/x for -o /x, and --outp for --output; --gpus is an option beside --gpus-per-node.
-    name = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
-    match = next((written for written in _WRITTEN if written.startswith(name) and name != "--gpus"), "")
-    instead = f"give {match}" if match in OPTIONS else "leave it out"
-    require(not match, f"--sbatch {option}: the script sets {match}; {instead}.")
+    name = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]  # sbatch takes -o/x for -o /x
+    instead = f"give {name}" if name in OPTIONS else "leave it out"
+    require(name not in _WRITTEN, f"--sbatch {option}: the script sets {name}; {instead}.")
 
 
 def is_unwarned(options: Mapping[str, str]) -> bool:

@@ -55,15 +55,14 @@ class Watchdog:
         stall_timeout_s: float,
         beat_s: float,
         ends: Callable[[Watchdog, Failure], None],
-        is_served: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread.
 
         `opens` and `server` are those of `Heartbeats`; `nodes` names each rank's host. The thread calls `ends` with the
-        failure, to end this process. `is_served()` returns whether the store has a server.
+        failure, to end this process.
         """
         self._progress, self._rank, self._nodes, self._server = progress, rank, tuple(nodes), server
-        self._stall_s, self._beat_s, self._ends, self._is_served = stall_timeout_s, beat_s, ends, is_served
+        self._stall_s, self._beat_s, self._ends = stall_timeout_s, beat_s, ends
         self._late_s = MISSED_BEATS * beat_s
         self._idle_s = self._stalled_s = 0.0
         self._closed = threading.Event()
@@ -91,13 +90,11 @@ class Watchdog:
         """Return the sentence about a lost rank, or "". Call after `give_way`."""
         until_s = time.monotonic() + min(self._late_s + 2 * self._beat_s, _LOST_S)
         while time.monotonic() < until_s:
-            is_served = self._is_served()
-            if is_served and (sentence := self._heartbeats.exchange(self._beat(), urgent=True)):
+            if sentence := self._heartbeats.exchange(self._beat(), urgent=True):
                 return sentence
             seen = self._heartbeats.seen(self._beat())
             if any(beat.silent_s > self._late_s for beat in seen.values()):
-                sentence = explain(seen, self._nodes, self._late_s)
-                return self._heartbeats.agree(sentence) if is_served else sentence
+                return self._heartbeats.agree(explain(seen, self._nodes, self._late_s))
             time.sleep(_LOST_LOOK_S)
         return ""
 
