@@ -159,8 +159,8 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path, monkeypat
         silent, speaks = (each.getsockname()[1] for each in (quiet, speaking))
         begun_s = time.monotonic()
         for opened, words in (
-            (lambda: stores.connect(HOST, free_port(), 1), "nothing answered there within --timeout 1 s"),
-            (lambda: stores.connect("no-such-host.invalid", 29500, 1), r"nothing answered there .*\(.*[Nn]ame"),
+            (lambda: stores.connect(HOST, free_port(), 1), "nothing answers there within --timeout 1 s"),
+            (lambda: stores.connect("no-such-host.invalid", 29500, 1), r"nothing answers there .*\(.*[Nn]ame"),
             (lambda: stores.connect(HOST, silent, 1), "no store of a rank 0 has answered there within"),
             (lambda: stores.connect(HOST, speaks, 1), "no store of a rank 0 has answered there within"),
             (lambda: stores.serve(HOST, speaks), "another process uses the port, such as a second rank 0"),

@@ -99,7 +99,7 @@ class JoinedRank:
                 raise
             raise RankLostError(
                 f"Rank {topology.rank}: all {topology.size} ranks came, but could not connect to one another within "
-                f"--timeout {parallel.timeout:g} s: a firewall blocks ports between the nodes, --interface selects "
+                f"--timeout {parallel.timeout:g} s: a firewall keeps ports between the nodes closed, --interface names "
                 "different networks, or a rank has ended: see its own message; then start all ranks again."
             ) from error
         try:

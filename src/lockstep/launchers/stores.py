@@ -179,7 +179,7 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise AbsentError(
-                    f"{hosts.url(host, port)}: nothing answered there within --timeout {timeout_s:g} s "
+                    f"{hosts.url(host, port)}: nothing answers there within --timeout {timeout_s:g} s "
                     f"({error.strerror or error}){hosts.caution(host, has_met=False)}; is rank 0 running, is the "
                     "address its own, and does a firewall let the port through?"
                 ) from error

@@ -49,8 +49,8 @@ class Heartbeats:
         self._number = 0
         self._heard = {other: (Beat(0, 0, _START), self._read_s) for other in range(size) if other != rank}
 
-    def exchange(self, beat: Beat, *, urgent: bool) -> str:
-        """Exchange beats; return the sentence that ends all ranks, or "".
+    def exchange(self, beat: Beat, *, urgent: bool) -> str | None:
+        """Exchange beats; return the sentence that ends all ranks, or "". None if the store does not answer.
 
         Beats of more than 16 ranks are read only if `urgent`.
         """
@@ -61,7 +61,7 @@ class Heartbeats:
             sentence = self._store().read(_SENTENCE)
         except (RuntimeError, ValueError):  # ValueError: a stranger has overwritten a beat
             self._keys = None
-            return ""
+            return None
         self._answered_s = time.monotonic()
         return sentence
 

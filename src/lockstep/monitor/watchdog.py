@@ -90,11 +90,12 @@ class Watchdog:
         """Return the sentence about a lost rank, or "". Call after `give_way`."""
         until_s = time.monotonic() + min(self._late_s + 2 * self._beat_s, _LOST_S)
         while time.monotonic() < until_s:
-            if sentence := self._heartbeats.exchange(self._beat(), urgent=True):
-                return sentence
+            if published := self._heartbeats.exchange(self._beat(), urgent=True):
+                return published
             seen = self._heartbeats.seen(self._beat())
             if any(beat.silent_s > self._late_s for beat in seen.values()):
-                return self._heartbeats.agree(explain(seen, self._nodes, self._late_s))
+                sentence = explain(seen, self._nodes, self._late_s)
+                return sentence if published is None else self._heartbeats.agree(sentence)
             time.sleep(_LOST_LOOK_S)
         return ""
 
@@ -121,7 +122,7 @@ class Watchdog:
             published = ""
             if now_s - sent_s >= 0.9 * self._beat_s:
                 sent_s = now_s
-                published = self._heartbeats.exchange(self._beat(), urgent=may_be_stuck)
+                published = self._heartbeats.exchange(self._beat(), urgent=may_be_stuck) or ""
             if self._idle_s <= min(_UNWINDS_S, self._stall_s / 2):
                 published = ""
             sentence = published or (self._stall() if may_be_stuck else "")
