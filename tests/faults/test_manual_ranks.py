@@ -39,7 +39,7 @@ def test_the_loss_of_the_rank_with_the_store_is_one_sentence_on_the_others(way: 
         ended = end(rank)
         assert ended.code == 1
         # torch, which the entries have imported before lockstep could quiet it, may say something before.
-        told = r"^\w+: Rank 0 was stopped, died or was cut off \d+ s ago, .*; continue with --resume auto, or .*\.\n$"
+        told = r"^\w+: Rank 0 was stopped, died or was cut off \d s ago, .*; continue with --resume auto, or .*\.\n$"
         assert re.search(told, ended.err, re.MULTILINE), ended.err
         if way == "SIGKILL":
             assert "Traceback" in (tmp_path / "failures" / f"rank_{number}.txt").read_text()

@@ -38,17 +38,17 @@ class Keys:
         self.store = store
         self._prefix, self._limit_s, self._answers = prefix, limit_s, True
 
-    def clone(self, name: str = "", limit_s: float = _ANSWER_S) -> Keys:
+    def clone(self, name: str = "", limit_s: float | None = None) -> Keys:
         """Return the texts whose keys begin with `name`, over a new connection.
 
         Works even if this connection got no answer: a server that was stopped may continue.
         """
-        prefix = f"{self._prefix}/{name}" if name else self._prefix
+        prefix, limit_s = f"{self._prefix}/{name}" if name else self._prefix, limit_s or self._limit_s
         try:
             if host := getattr(self.store, "host", ""):
                 # torch holds Python's lock while it connects, for half a minute if that host is cut off.
                 socket.create_connection((host, self.store.port), limit_s).close()  # type: ignore[attr-defined]
-            return Keys(bounded.within(self._limit_s, self.store.clone, "store"), prefix, limit_s)
+            return Keys(bounded.within(limit_s, self.store.clone, "store"), prefix, limit_s)
         except (bounded.Late, OSError) as error:
             raise Unanswered(str(error)) from error
 
