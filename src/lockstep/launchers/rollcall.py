@@ -135,12 +135,13 @@ def _gathered(rendezvous: Rendezvous, member: Member, timeout_s: float) -> tuple
                 return members
         elif fault := keys.read("fault"):
             raise RequestError(fault)
-        if time.monotonic() >= deadline:
-            has_come = [bool(text) for text in keys.read_all(awaited)]
+        has_come = [bool(text) for text in keys.read_all(awaited)] if time.monotonic() >= deadline else []
+        if not all(has_come):
             absent = ranks_in_short(rank for rank in range(member.size) if not has_come[rank])
+            caution = hosts.caution(rendezvous.host) if rendezvous.host else ""
             raise AbsentError(
                 f"{name}: {sum(has_come)} of {member.size} ranks came within --timeout {timeout_s:g} s; missing: "
-                f"{absent}; start every rank, or raise --timeout{rendezvous.caution}."
+                f"{absent}; start every rank, or raise --timeout{caution}."
             )
 
 

@@ -58,7 +58,7 @@ class Rendezvous:
     hosted: bool = False
     """Whether this process serves the store, so that the others lose it when this process ends."""
     host: str = ""
-    """The host that serves the store, by the user's or rank 0's name for it."""
+    """The host that serves the store, by the user's or rank 0's name for it; "" for memory."""
     port: int = 0
     file: Path | None = None
     """The file that rank 0 removes at its end."""
@@ -66,8 +66,6 @@ class Rendezvous:
     """Whether an agent, or the process that started the ranks, keeps the store: no rank serves it."""
     notes: Notes = field(default_factory=Notes)
     """Notes that outlive this start of the ranks."""
-    caution: str = ""
-    """A clause on why other ranks may fail to come."""
 
 
 def import_torch() -> None:
@@ -139,7 +137,7 @@ def serve(host: str, port: int) -> Rendezvous:
     address, port = listener.getsockname()[:2]
     descriptor = listener.detach()
     store = TCPStore(address, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=WAIT)
-    return Rendezvous(Keys(store, PREFIX), url, hosted=True, host=address, port=port, caution=hosts.caution(host))
+    return Rendezvous(Keys(store, PREFIX), url, hosted=True, host=host, port=port)
 
 
 def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bool = False) -> Rendezvous:
@@ -168,7 +166,7 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bo
         ) from error
     store.set_timeout(WAIT)
     keys = Keys(store, f"{PREFIX}/{job}" if job else PREFIX)
-    return Rendezvous(keys, url, host=host, port=port, outlives=served, caution=hosts.caution(host))
+    return Rendezvous(keys, url, host=host, port=port, outlives=served)
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
