@@ -161,7 +161,7 @@ def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
         raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
     job: measured.Job = entry
     if verb == "run":
-        config, script = run.asked([*rest], prog="lockstep run")
+        config, script = run.parse([*rest], prog="lockstep run")
         job = partial(_run_script, script)
     else:
         # The watcher ends it, after more steps than a short job has.

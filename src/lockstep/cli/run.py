@@ -44,7 +44,7 @@ def main(words: list[str]) -> int:
         output.show(_USAGE.format(flags=listed))
         return 0
     is_dry = "--dry-run" in flag_words
-    config, script = asked([*(word for word in flag_words if word != "--dry-run"), *script_words], prog="lockstep run")
+    config, script = parse([*(word for word in flag_words if word != "--dry-run"), *script_words], prog="lockstep run")
     if misplaced := _misplaced(script):
         say(
             f"{' and '.join(misplaced)} after {script.name} belongs to the script, which does not name it; flags of "
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     return start.run(script, launch_plan) or 0
 
 
-def asked(words: list[str], *, prog: str) -> tuple[RunConfig, Script]:
+def parse(words: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     """Return the config and the script of a command line.
 
     Raises `RequestError` for an invalid script, and for flags on which the script decides.

@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     if "--tasks-per-node" in options:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")
     if is_script:
-        config, _ = run.asked([*run_words, *script], prog="lockstep submit slurm")
+        config, _ = run.parse([*run_words, *script], prog="lockstep submit slurm")
     else:
         config = flags.parse(run_words, prog="lockstep submit slurm")
         check_names(config)

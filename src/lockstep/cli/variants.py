@@ -58,7 +58,7 @@ class Job:
     def config(self, more: Words = ()) -> RunConfig:
         """Return the job's config with more flags. Raises `RequestError`."""
         if self.is_script:
-            return run.asked([*self.given, *more, *self._script], prog=self._prog)[0]
+            return run.parse([*self.given, *more, *self._script], prog=self._prog)[0]
         config = flags.parse([*self.given, *more], prog=self._prog)
         check(config)
         return config

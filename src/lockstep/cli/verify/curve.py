@@ -71,7 +71,7 @@ def parsed(given: list[str], script: Sequence[str], *, prog: str) -> tuple[RunCo
     """Return the config of flags and a script, and the flags. The default precision is float64."""
     if not any(word.partition("=")[0] == "--precision" for word in given):
         given = [*given, "--precision", "fp64"]  # a recipe's is for training
-    return run.asked([*given, *script], prog=prog)[0] if script else flags.parse(given, prog=prog), given
+    return run.parse([*given, *script], prog=prog)[0] if script else flags.parse(given, prog=prog), given
 
 
 def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name: str = "curve") -> Setup:
