@@ -47,6 +47,14 @@ class Arguments:
     """A TOML file whose keys are flag names; flags override it, and it overrides the recipe."""
 
 
+_GONE = {
+    "clear-meeting": "a stale file:// rendezvous is harmless; leave it out",
+    "find-unused": "parameters without a gradient are found in any case; leave it out",
+    "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
+}
+"""Flags that were removed, some with their value, and what to do instead."""
+
+
 def check_read(names: Iterable[str], config: RunConfig) -> None:
     """Raise `RequestError` for the first flag without effect in `config`. `names` have no dashes.
 
@@ -148,6 +156,9 @@ def _names(words: list[str], prog: str) -> list[str]:
         if not _FLAG.match(word):
             continue
         key = _name(word) if _name(word) in kinds else _name(word).removeprefix("no-")
+        for flag in (key, f"{key} {following}", f"{key} {word.partition('=')[2]}"):
+            if flag in _GONE:
+                raise RequestError(f"--{flag} is gone: {_GONE[flag]}.")
         if key not in kinds:
             raise unknown("flag", word.partition("=")[0], [f"--{kind}" for kind in kinds], f"{prog} --help lists all.")
         if kinds[key] is bool and "=" in word:
