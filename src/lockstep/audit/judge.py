@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,15 @@ def judge(folder: Path) -> Verdict:
         if gap > tolerance:
             by_share = _replayed(folder, windows[0], step, BY_SHARE)
             add(_explained(windows, own[0], together, by_share, alone, step, gap, tolerance))
+    epochs = folder / "epochs.json"
+    if epochs.exists() and json.loads(epochs.read_text())["repeats"]:
+        add(
+            Finding(
+                "same order",
+                "Each epoch has the same order of samples: the loader's DistributedSampler is not told the epoch; call "
+                "sampler.set_epoch(epoch) before each.",
+            )
+        )
     return Verdict(steps, len(ranks), list(found.values()), largest, tolerance)
 
 
@@ -240,8 +250,8 @@ def _explained(
                 return Finding(
                     "mean of means",
                     f"Ranks with {', '.join(map(str, sizes))} samples count alike (gradients {gap:.1%} off {where}): "
-                    "the mean of the ranks' means is not the mean over all samples; weigh each rank's loss by its share of "
-                    "the samples, or drop the uneven batch.",
+                    "the mean of the ranks' means is not the mean over all samples; weigh each rank's loss by its share "
+                    "of the samples, or drop the uneven batch.",
                     evidence=evidence,
                 )
             told = ", ".join(f"{weight:.3f}" for weight in weights)
@@ -256,7 +266,8 @@ def _explained(
             return Finding(
                 "coupled samples",
                 f"The loss or a layer couples the samples of a batch, and each rank sees its own share alone "
-                f"(gradients {gap:.1%} off {where}), as a contrastive loss does; gather what it compares from all ranks.",
+                f"(gradients {gap:.1%} off {where}), as a contrastive loss does; gather what it compares from all "
+                "ranks.",
                 evidence=evidence,
             )
     return Finding(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from .._torch import BatchNorm, TorchDispatchMode
 from . import VARIABLE
@@ -98,7 +98,7 @@ class Observer:
             if multiprocessing.parent_process() is not None and torch.utils.data.get_worker_info() is not None:
                 return iter(plain(loader))
             number, observer._iterations = observer._iterations, observer._iterations + 1
-            return observer.batches(number, lambda: iter(plain(loader)))
+            return observer.batches(number, loader, lambda: iter(plain(loader)))
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
 
@@ -127,7 +127,7 @@ class Observer:
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.modules.depth -= 1
 
-    def batches(self, number: int, plain: Any) -> Iterator[Any]:
+    def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
         raise NotImplementedError
 
     def see_draw(self, results: list[Tensor]) -> None:
@@ -152,7 +152,7 @@ class Recorder(Observer):
         self._draws: list[list[Tensor]] = []
         self._is_reading = False
 
-    def batches(self, number: int, plain: Any) -> Iterator[Any]:
+    def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
         """Yield the loader's batches, and keep them."""
         self._is_reading = True
         iterator = plain()
@@ -219,6 +219,7 @@ class Replayer(Observer):
             for variant in (TOGETHER, *([BY_SHARE] if has_batchnorm else []), *alone)
         ]
         self._draw = 0
+        self._epochs: dict[int, int | None] = {}
 
     @property
     def _now(self) -> tuple[list[Window], str]:
@@ -230,10 +231,30 @@ class Replayer(Observer):
         windows, variant = self._now
         return [windows[int(variant.removeprefix("rank "))]] if variant.startswith("rank ") else windows
 
-    def batches(self, number: int, plain: Any) -> Iterator[Any]:
+    def install(self) -> None:
+        """Set the hooks; make this process a world of its own, also where the script says otherwise."""
+        super().install()
+        plain = dist.init_process_group
+
+        def init(*args: Any, **kwargs: Any) -> None:
+            if kwargs.get("rank", 0) > 0:  # of a script that spawns its ranks itself
+                os._exit(0)
+            plain(*args, **kwargs | ({"world_size": 1} if "world_size" in kwargs else {}))
+
+        dist.init_process_group = init
+
+    def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
         """Yield the ranks' batches of the loader's iteration `number`, joined."""
         self.begin_draws()
-        while True:
+        epoch, before = getattr(loader.sampler, "epoch", None), self._epochs.get(id(loader))
+        if self.step >= len(self.plan):  # the epoch after the windows tells whether its order will be another one
+            if before is not None and isinstance(loader.sampler, DistributedSampler):
+                repeats = loader.sampler.shuffle and epoch == before
+                (self.folder / "epochs.json").write_text(json.dumps({"repeats": repeats}))
+                self.end()
+            return
+        self._epochs[id(loader)] = epoch
+        while self.step < len(self.plan):
             at, windows = self.step, self._parts()
             known = {iteration for window in windows for iteration, _ in window.batches}
             # A loop that reads ahead ends an epoch after each window: the next one reads on.
@@ -278,6 +299,8 @@ class Replayer(Observer):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Save the gradients of the present variant."""
+        if self.step >= len(self.plan):
+            self.end()
         step, variant = self.plan[self.step]
         found = [
             [None if each.grad is None else each.grad.detach().clone() for _, each in root]
@@ -288,8 +311,6 @@ class Replayer(Observer):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the next window's weights in place."""
         self.step, self._draw = self.step + 1, 0
-        if self.step >= len(self.plan):
-            self.end()
         self._set_weights()
 
 

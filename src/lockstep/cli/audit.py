@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ProofError, RequestError, RunError
 from ..files import write_json, write_whole
+from ..printable import visible
 from ..screen import Screen
 from . import flags, output, run
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: lockstep audit [--devices N] [--steps K] [--output FOLDER] SCRIPT [its own flags]
+       lockstep audit [--steps K] [--output FOLDER] -- COMMAND      one that starts the ranks, such as accelerate launch
 
 Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps; then in one process, on
 the ranks' samples, random draws and weights, and compares the gradients. Says whether N ranks train the model that one
@@ -33,25 +37,30 @@ process would train, and what makes them differ.
 
 Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
 """
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _OWN = dict.fromkeys(("--devices", "--steps", "--output"), str)
 _STARTUP = Path(__file__).parents[1] / "audit" / "startup"
 
 
 def main(given: list[str]) -> int:
     """Audit a script; return 0 where it is sound. Raises `ProofError` where it is not."""
-    ours, script = run.split(given)
+    at = given.index("--") if "--" in given else None
+    ours, script = run.split(given) if at is None else (given[:at], given[at:])
     own, rest = flags.take(ours, _OWN, prog="lockstep audit")
     if rest:
         raise RequestError(f"lockstep audit has no flag {rest[0]}; flags of the script follow it.")
-    if not script or not Path(script[0]).is_file():
+    if len(script) < 1 + (at is not None) or (at is None and not Path(script[0]).is_file()):
         raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
     ranks, steps = (_whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3)))
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         folder = Path(name)
-        _start("record", ranks, script, folder, steps)
-        _start("replay", 1, script, folder, steps)
+        command = script[1:] if script[0] == "--" else [*_TORCHRUN, f"{ranks}", *script]
+        for mode, where in (("record", f"on {ranks} ranks"), ("replay", "in one process")):
+            if not _start(mode, command, folder, steps) and not [*folder.glob("replay *.pt")]:
+                sys.stderr.write(visible((folder / f"{mode}.txt").read_text(errors="replace")))
+                raise RunError(f"{script[-1] if command == script[1:] else script[0]} failed {where}: see above.")
         from ..audit.judge import judge  # late: it imports torch
 
         try:
@@ -71,17 +80,20 @@ def _whole(own: Mapping[str, str], name: str, usual: int) -> int:
     return int(text)
 
 
-def _start(mode: str, ranks: int, script: Sequence[str], folder: Path, steps: int) -> None:
-    """Run the script under torchrun and the observer. Raises `RunError` where it fails by itself."""
+def _start(mode: str, command: Sequence[str], folder: Path, steps: int) -> bool:
+    """Run the command under the observer; return whether it ended well. Its output goes to a file in `folder`."""
     from ..audit import VARIABLE
 
-    asked = json.dumps({"mode": mode, "folder": str(folder), "steps": steps})
     path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}", *script]
+    asked = json.dumps({"mode": mode, "folder": str(folder), "steps": steps})
     env = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: asked, "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, check=False)
-    if done.returncode:
-        raise RunError(f"{script[0]} failed on {ranks} ranks: its own message is above.")
+    with (folder / f"{mode}.txt").open("wb") as file:  # a folder that was made this moment
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait() == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what the command has started, too
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _print(verdict: Verdict, script: Sequence[str], folder: Path | None) -> None:
