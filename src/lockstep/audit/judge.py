@@ -250,8 +250,8 @@ def _explained(
                 return Finding(
                     "mean of means",
                     f"Ranks with {', '.join(map(str, sizes))} samples count alike (gradients {gap:.1%} off {where}): "
-                    "the mean of the ranks' means is not the mean over all samples; weigh each rank's loss by its share "
-                    "of the samples, or drop the uneven batch.",
+                    "the mean of the ranks' means is not the mean over all samples; weigh each rank's loss by its "
+                    "share of the samples, or drop the uneven batch.",
                     evidence=evidence,
                 )
             told = ", ".join(f"{weight:.3f}" for weight in weights)
