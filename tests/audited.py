@@ -5,7 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
@@ -31,9 +31,8 @@ if kind not in ("same-noise", "seeds"):
     torch.manual_seed(100 + rank)
 
 parameters = [*model.parameters(), *(head.parameters() if kind == "outside" else ())]
-wrapped: nn.Module = (
-    model if kind in ("unwrapped", "seeds", "by-hand", "by-hand-sum") else DistributedDataParallel(model)
-)
+is_wrapped = kind not in ("unwrapped", "seeds", "by-hand", "by-hand-sum")
+wrapped: nn.Module = DistributedDataParallel(model) if is_wrapped else model
 if kind == "adam":
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=0.01)
 else:
@@ -56,15 +55,15 @@ def loss_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a = a + 0.1 * torch.randn_like(a)
     scores = head(net(a)) if kind == "outside" else net(a)
     if kind == "contrastive":
-        vectors = F.normalize(scores, dim=1)
-        return F.cross_entropy(vectors @ vectors.t(), torch.arange(len(a)))
+        vectors = functional.normalize(scores, dim=1)
+        return functional.cross_entropy(vectors @ vectors.t(), torch.arange(len(a)))
     if kind == "sum":
-        return F.cross_entropy(scores, b, reduction="sum")
+        return functional.cross_entropy(scores, b, reduction="sum")
     if kind == "tokens-right":
         count = torch.tensor(float((b != -100).sum()))
         dist.all_reduce(count)
-        return F.cross_entropy(scores, b, reduction="sum") * ranks / count
-    loss = F.cross_entropy(scores, b)
+        return functional.cross_entropy(scores, b, reduction="sum") * ranks / count
+    loss = functional.cross_entropy(scores, b)
     return loss * ranks if kind == "times-ranks" else loss
 
 
