@@ -572,6 +572,10 @@ a second signal is one more first one: monitor/signals.py
 two ranks share a GPU: launchers/rollcall.py
 - if other is not member:
 + if False:
+= ranks/test_rendezvous.py::test_members_of_an_earlier_start_are_not_taken_for_present_ones
+ranks that have ended are taken for present ones: launchers/rollcall.py
+- if not rendezvous.outlives:
++ if True:
 = unit/test_watch.py::test_a_store_that_answers_while_the_process_ends_does_not_change_the_exit_code
 a store that answers late changes the exit code: __main__.py
 - if bounded.any_left() or code

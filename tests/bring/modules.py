@@ -83,25 +83,6 @@ def running_centre(session: Any, how: str) -> Numbers:
     return train(session, trio(session, Centred))
 
 
-class Counting(nn.Module):
-    """A net whose output depends on how often it was called."""
-
-    calls_so_far: Tensor
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer, self.calls, self.how = nn.Linear(FEATURES, 1), 0, how
-        self.register_buffer("calls_so_far", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-            self.calls_so_far += 1
-        count = self.calls_so_far.item() if self.how == "buffer" else self.calls
-        output: Tensor = self.layer(x) * (1 - 0.5**count)
-        return output
-
-
 class Transposed(nn.Linear):
     """A layer that saves its weight transposed."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -141,16 +141,6 @@ def sharpness_aware(session: Any, how: str) -> Numbers:
             session.backward(error(model, x, y))
             optimizer.step() if how == "step" else optimizer.second_step()
     return [checksum(model)]
-
-
-def schedule(how: str, optimizer: Any, steps: int, epochs: int) -> Any:
-    """Return a schedule by name."""
-    makers: dict[str, Any] = {
-        "cosine": lambda: CosineAnnealingLR(optimizer, T_max=steps * epochs),
-        "one-cycle": lambda: OneCycleLR(optimizer, max_lr=0.2, total_steps=steps * epochs + 1),
-        "warmup": lambda: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
-    }
-    return makers[how]()
 
 
 @loop(quick=True)

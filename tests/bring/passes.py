@@ -213,21 +213,6 @@ def background_thread(session: Any, how: str) -> Numbers:
     return [checksum(model), session.step]
 
 
-class Bar:
-    """A progress bar around a loader."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches, self.total = batches, len(batches)
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            yield batch
-            self.total -= 1
-
-
 @loop("equal", quick=True)
 @loop("shorter", "longest", outcome=RIGHT | REFUSED)
 def zip_two(session: Any, how: str) -> Numbers:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
-from lockstep.sessions.session import Session
 from lockstep.verify import curve, variants
 from lockstep.verify.curve import Parting
 from lockstep.verify.variants import Setup
@@ -43,18 +42,6 @@ def begin_mixed(world: World, models: int, folder: Path) -> None:
                 plain.step()
 
 
-def begin_wrongly(world: World, name: str, folder: Path, options: dict[str, Any]) -> None:
-    """Take the loss as many times as there are ranks."""
-    backward = Session.backward
-
-    def often(session: Session, loss: Tensor, **how: Any) -> None:
-        backward(session, loss * world.size, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "backward", often)
-        begin(world, name, folder, options)
-
-
 def parting(ours: Path, theirs: Path) -> Parting:
     return curve.compare(*(curve.read(each, first_step=True) for each in (ours, theirs)), tolerance=LAW)
 
@@ -70,14 +57,6 @@ def test_a_loop_begins_with_the_same_gradients_on_any_number_of_ranks(
             folder = tmp_path / f"{size}-{parts}"
             pool.run(size, begin, name, folder, options)
             assert parting(folder, alone).holds, parting(folder, alone)
-
-
-def test_a_loss_that_depends_on_the_number_of_ranks_is_seen(pool: RankPool, tmp_path: Path) -> None:
-    begin_wrongly(World.alone(), "language_model", tmp_path / "alone", {})
-    pool.run(2, begin_wrongly, "language_model", tmp_path / "two", {})
-    found = parting(tmp_path / "two", tmp_path / "alone")
-    assert not found.holds
-    assert found.tensor.startswith("optimizer/")
 
 
 @pytest.mark.parametrize(("models", "body", "head"), [(1, "0.1", "model/1."), (2, "model.1", "model_2/")])

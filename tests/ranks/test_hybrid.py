@@ -19,7 +19,7 @@ from lockstep.jobs.job import assemble
 from lockstep.world.shared_memory import SharedMemory
 from lockstep.world.world import World
 
-from ..command import Ended, command, end, refusal, sentence, start
+from ..command import Ended, command, end, sentence, start
 from ..curves import apart, of_run
 from ..pool import RankPool
 
@@ -57,13 +57,6 @@ def test_ranks_with_other_numbers_of_devices_are_refused(tmp_path: Path) -> None
     assert "Rank 1 has devices 3 (rank 0 has 2)" in told
     assert "--devices or --gpus" in told
     assert not (tmp_path / "run").exists()
-
-
-def test_what_hybrid_cannot_do_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ("--strategy", "hybrid", "--devices", 2, "--max-steps", 1, "--output", tmp_path / "run")
-    told = refusal(capsys, *DIGITS, *words, "--batchnorm", "sync")
-    assert "--batchnorm sync cannot work under --strategy hybrid" in told
-    assert "--strategy ddp" in told
 
 
 NET = {"data": "fake", "samples": 61, "image_size": 8, "batch": 20, "strategy": "hybrid", "devices": 2, "max_steps": 2}

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.errors import RequestError
+from lockstep.errors import AbsentError, RequestError
 from lockstep.launchers import rollcall, stores
 from lockstep.launchers.rollcall import Member
 from lockstep.monitor.keys import Keys
@@ -64,9 +64,9 @@ def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
     few = hear(*(member_of(rank, 3, accelerator="cuda", gpus=("GPU-1", "GPU-2")) for rank in range(3)))
     for told, words in (
         (twice, "rank 1 is claimed twice, by process .* on (ann|bob) and by process .* on (ann|bob)"),
-        (sizes, "disagree on the world size"),
+        (sizes, r"different world sizes, 2 .rank 0, process .* and 3 .rank 1, process .* the same --world-size"),
         (missing, "2 of 4 ranks came within --timeout 1 s; missing: ranks 1, 3"),
-        (skewed, r"of different versions of lockstep, 0.0.1 .rank 1, process .* install one on every node"),
+        (skewed, r"different versions of lockstep, .* and 0.0.1 .rank 1, process .* install one on every node"),
         (kinds, "different accelerators"),
         (shared, "Ranks 0 and 1 on"),
         (few, "Rank 2 .* is number 2 of its node, which shows 2 GPUs; start at most"),
@@ -122,14 +122,24 @@ def test_what_lies_at_a_file_of_dead_ranks_does_no_harm_and_one_in_use_is_refuse
     assert rendezvous.keys.read("place")
 
 
-def test_ranks_of_a_later_start_do_not_take_those_of_an_earlier_one_for_their_own() -> None:
-    """At a store that an agent keeps, which torchrun's ranks meet at again and again."""
+def test_members_of_an_earlier_start_are_not_taken_for_present_ones() -> None:
+    """At a store that an agent keeps, where torchrun's ranks meet at each start."""
     port = free_port()
     agent = stores.serve(HOST, port)
-    endpoint = functools.partial(stores.connect, HOST, port, 5, job="job", served=True)
-    for size in (2, 3, 2):  # the last one finds the places of the first one taken
-        members = [member_of(rank, size) for rank in range(size)]
-        assert _heard([endpoint] * size, members[::-1]) == [f"{size} ranks"] * size
+
+    def take(member: Member, timeout_s: float = 20) -> tuple[Member, ...]:
+        rendezvous = stores.connect(HOST, port, 5, job="job", served=True)
+        return rollcall.take(rendezvous, member, timeout_s)
+
+    with pytest.raises(AbsentError, match=r"1 of 2 ranks came within .*; missing: rank 0; start every rank"):
+        take(member_of(1, 2), 0.5)
+    for size in (2, 3, 2):
+        members = tuple(member_of(rank, size) for rank in range(size))
+        with ThreadPoolExecutor(size) as threads:
+            first = threads.submit(take, members[0])
+            time.sleep(0.3)  # so that rank 0 reads the places of the earlier start
+            others = [*threads.map(take, members[1:])]
+            assert [first.result(), *others] == [members] * size
     assert agent.hosted
 
 

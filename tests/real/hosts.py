@@ -113,9 +113,9 @@ class Host(_Namespace):
         self.started.append(process)
         return process
 
-    def lockstep(self, folder: Path, *words: object, through: Sequence[str] = ()) -> Running:
+    def lockstep(self, folder: Path, *words: object) -> Running:
         """Start `python -m lockstep WORDS` here, on the CPU; all hosts share the folder."""
-        command = [sys.executable, *through, "-m", "lockstep", *words]
+        command = [sys.executable, "-m", "lockstep", *words]
         return self.popen(command, {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": CODE}, cwd=folder)
 
     def cut(self) -> None:

@@ -107,10 +107,12 @@ def test_bad_requests_are_told(capsys: pytest.CaptureFixture[str], words: str, t
     assert told in refusal(capsys, "compare", *words.split())
 
 
-def raced(mean: float, drawn: random.Random, between: float) -> list[list[float]]:
-    """Return ratios as races give them: turns vary by 15 %, and starts by `between`."""
+def raced(mean: float, drawn: random.Random, between: float) -> numbers.Interval:
+    """Return the ratio of races whose turns vary by 15 %, and whose starts by `between`."""
     starts = [drawn.gauss(0, between) for _ in range(5)]
-    return [[mean * math.exp(start + drawn.gauss(0, 0.15)) for _ in range(20)] for start in starts]
+    races = [[mean * math.exp(start + drawn.gauss(0, 0.15)) for _ in range(20)] for start in starts]
+    found, other = series("a", [], races=races), series("b", [1.0] * 5)
+    return found.ratio(other)
 
 
 @pytest.mark.parametrize("between", [0.0, 0.03])
@@ -118,14 +120,14 @@ def test_an_interval_holds_the_ratio_and_the_same_is_no_winner(between: float) -
     drawn, times = random.Random(0), 1000
     held = again = found = 0
     for _ in range(times):
-        one, other = (numbers.of_groups(raced(1.0, drawn, between)) for _ in range(2))
+        one, other = (raced(1.0, drawn, between) for _ in range(2))
         held += one.holds(1.0)
         again += one.holds(other.middle)
-        found += numbers.of_groups(raced(0.85, drawn, between)).high < 1
+        found += raced(0.85, drawn, between).high < 1
     assert abs(held / times - numbers.CONFIDENCE) < 0.015, "19 of 20 declare no winner"
     assert again > 0.9 * times, "9 of 10"
     assert found > 0.9 * times
-    assert numbers.of_groups([[2.0]]) == (2.0, 0.0, float("inf")), "a single race knows no ratio"
+    assert numbers.geometric_mean([2.0]) == (2.0, 0.0, float("inf")), "a single race knows no ratio"
 
 
 def test_a_mean_difference_is_held_and_of_one_pair_nothing_is_known() -> None:
@@ -159,7 +161,7 @@ def test_what_lies_between_epochs_is_no_part_of_a_step(monkeypatch: pytest.Monke
 
 
 def series(name: str, rates: list[float], **values: Any) -> Series:
-    found = Series(Cell(name=name, flags=()), races=[[each] for each in rates], **values)
+    found = Series(Cell(name=name, flags=()), **{"races": [[each] for each in rates], **values})
     found.__dict__["record"] = Record(start={"plan": {}, "steps_per_epoch": None, "total_steps": 10})
     return found
 

@@ -27,8 +27,8 @@ MB = 10**6
 ENDLESS = Link.of(1e15, 0.0)
 
 
-def profile(points: list[Point], *steps: list[float], overlaps: bool = True) -> Profile:
-    return Profile(batch=8, points=tuple(points), seconds=np.array(steps), overlaps=overlaps)
+def profile(points: list[Point], *steps: list[float]) -> Profile:
+    return Profile(batch=8, points=tuple(points), seconds=np.array(steps))
 
 
 def network(bytes_per_s: float, latency_s: float = 0.0, **more: Any) -> Network:
@@ -60,7 +60,6 @@ def test_a_bucket_that_is_sent_in_time_costs_nothing_and_the_last_one_all() -> N
     slow = network(10 * MB)
     assert timeline.step_s(profile(points, step), 2, FREE) == pytest.approx(3.5)
     assert timeline.step_s(profile(points, step), 2, slow) == pytest.approx(3.5 + 2.6)
-    assert timeline.step_s(profile(points, step, overlaps=False), 2, slow) == pytest.approx(3.5 + 2.8)
     assert profile(points, step).bytes_a_step == 28 * MB
     # An exchange of statistics is waited for wherever it stands.
     points = [Point(GATHER, 100), Point(GATHER, 100), Point(GRADIENT, 1)]
@@ -95,7 +94,6 @@ def told(mean_s: float, *, points: list[Any] | None = None) -> dict[str, Any]:
     points = points or [[GRADIENT, 4 * MB, 0]]
     return {
         "step_s": [mean_s] * 4,
-        "overlaps": True,
         "peak_memory_bytes": {"host": 100.0, "device": None},
         "profile": {"points": points, "seconds": [[2 * mean_s / (len(points) + 1)] * (len(points) + 1)] * 4},
     }

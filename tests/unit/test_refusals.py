@@ -91,6 +91,7 @@ lr 0, clip 0, momentum 1, ema 1, timeout 1e9, stall-timeout 0, batch 0, samples 
 STARTS = """
 --strategy dp --nodes 2                | --strategy dp is one process | 2 ranks
 --strategy hybrid --devices 2 --batch 2 {meet} --rank 0 --world-size 2 | batch 2 | 4 devices
+--strategy hybrid --devices 2 --batchnorm sync | --batchnorm sync cannot work under --strategy hybrid | --strategy ddp
 --launcher inline --devices 2          | --launcher inline is one process | needs 2
 [torchrun] --launcher spawn --devices 2 | has started 4 ranks | unset RANK WORLD_SIZE LOCAL_RANK
 [torchrun] --max-restarts 2            | --launcher environment starts ranks once | give torchrun its own

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import hardware
 from ..compare import answer, grid, measured, records, report, rounds, rows, tables
 from ..compare.grid import Cell
-from ..compare.report import COVERS_PAST, HTML, Report
+from ..compare.report import COVERS_PAST, Report
 from ..compare.rounds import Plan
 from ..config.options import flatten
 from ..config.schema import RunConfig
@@ -79,7 +79,7 @@ def main(given: list[str]) -> int:
     asked, leading = flags.take(given, {"--output": str}, prog="lockstep compare") if "--from" in given else ({}, [])
     if leading[:1] == ["--from"]:
         runs = [Path(each) for each in leading if each != "--from"]
-        report_of(runs, Path(asked["--output"]) if "--output" in asked else None)
+        _report_past(runs, Path(asked["--output"]) if "--output" in asked else None)
         return 0
     job = Job(given, OWN, prog="lockstep compare")
     asked, base = job.asked, job.config()
@@ -120,11 +120,8 @@ def main(given: list[str]) -> int:
     return 0 if any(row.samples_per_s for row in table) else 1
 
 
-def report_of(given: Sequence[Path], folder: Path | None) -> Path:
-    """Write and print a report on runs that have ended. Returns its page.
-
-    Raises `RequestError` for no run, or runs of several jobs.
-    """
+def _report_past(given: Sequence[Path], folder: Path | None) -> None:
+    """Write and print a report on runs that have ended. Raises `RequestError` for no run, or several jobs."""
     if not given:
         raise RequestError("There is no run to report on; give the folders of some that have ended.")
     runs = [records.load(each) for each in given]
@@ -139,7 +136,6 @@ def report_of(given: Sequence[Path], folder: Path | None) -> Path:
         told.append(f"Their global batches differ ({', '.join(map(str, batches))}): they are other models.")
     title, about = counted(len(runs), "run"), "Runs that have ended, each as its manifest.json tells."
     _write(Report(title=title, about=about, made=made(), rows=table, answer=told, covers=COVERS_PAST), folder)
-    return folder / HTML
 
 
 def _write(found: Report, folder: Path) -> None:

@@ -37,7 +37,7 @@ and leaves no files.
                   the folder of its data, if it already exists
 
 The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. What gives
-no answer within --stall-timeout seconds (default here: 30) has failed.
+no answer within --stall-timeout seconds (default here: 30), or a rank within twice that, has failed.
 
 Exit code: 0 a job can run (nothing is red), 1 no job can run, 2 the request cannot be honoured.
 """

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import webbrowser
 from pathlib import Path
 
 from ..compare import records
-from ..errors import RequestError, counted
+from ..errors import RequestError
 from ..runs import folders
 from ..screen import Screen
-from . import compare, flags, output
+from . import flags, output
 
 USAGE = """\
-usage: lockstep runs [FOLDER …] [--open]
+usage: lockstep runs [FOLDER …]
 
 Lists the runs in each FOLDER (default: runs) and its folders; FOLDER may be a run itself. Shows date, host, the options
-that differ between runs of one job, and results.
-
-  --open    make a report on the finished runs of the newest run's job, like lockstep compare --from, and open it in a
-            browser
+that differ between runs of one job, and results. lockstep compare --from RUN … makes a report on some of them.
 """
 _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state")
 
 
 def main(given: list[str]) -> int:
     """Print the table, and return 0."""
-    asked, leading = flags.take(given, {"--open": bool}, prog="lockstep runs")
+    _, leading = flags.take(given, {}, prog="lockstep runs")
     given_folders = [*map(Path, leading)] or [folders.RUNS]
     for folder in given_folders:
         if not folder.is_dir():
@@ -56,11 +52,4 @@ def main(given: list[str]) -> int:
                 screen.say((f"{run.name}: {run.trouble}", "dim"))
         for page in reports:
             screen.say((f"comparison: {page}", "dim"))
-    if "--open" in asked:
-        ended = [run for run in found if run.samples_per_s]
-        alike = [run for run in ended if records.job(run) == records.job(ended[-1])]
-        if others := len(ended) - len(alike):
-            screen.say(f"The report is of the newest run's job; it leaves out {counted(others, 'run')} of others.")
-        page = compare.report_of([run.folder for run in alike], None)
-        webbrowser.open(page.resolve().as_uri())
     return 0

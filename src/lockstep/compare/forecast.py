@@ -221,8 +221,7 @@ def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
     # Recording the points takes time: a step's duration is known from the steps before.
     seconds = [found * (mean_s / found.sum(1).mean()) for (_, found), mean_s in zip(merged, means, strict=True)]
     memory_bytes = max(peak["device"] or peak["host"] for peak in (each["peak_memory_bytes"] for each in told))
-    samples, overlaps = math.ceil(batch / ranks), told[0]["overlaps"]
-    profile = Profile(batch=samples, points=points, seconds=np.concatenate(seconds), overlaps=overlaps)
+    profile = Profile(batch=math.ceil(batch / ranks), points=points, seconds=np.concatenate(seconds))
     return Share(ranks, profile, means, memory_bytes)
 
 

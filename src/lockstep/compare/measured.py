@@ -162,7 +162,6 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     yield from _pass(steps)
     found |= _timed(measurement, loop, begun, counts)
     if is_profiled:  # as one rank of several, without the others
-        found["overlaps"] = True
         measurement.progress.clock = None
         mark_exchanges(models, clock, on_gpu=on_gpu)
         clock.restart()

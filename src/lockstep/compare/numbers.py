@@ -49,13 +49,9 @@ def mean(values: Sequence[float]) -> Interval:
     return Interval(middle, middle - reach, middle + reach)
 
 
-def of_groups(groups: Sequence[Sequence[float]]) -> Interval:
-    """Return the geometric mean, with its interval, of grouped positive values.
-
-    Differences between groups are a random effect (Searle, Casella & McCulloch, Variance Components, 1992): the groups'
-    means are the sample.
-    """
-    return Interval(*map(math.exp, mean([statistics.fmean(map(math.log, group)) for group in groups if group])))
+def geometric_mean(values: Sequence[float]) -> Interval:
+    """Return the geometric mean of positive values, and its interval."""
+    return Interval(*map(math.exp, mean([math.log(value) for value in values])))
 
 
 def spread(values: Sequence[float]) -> Spread | None:

@@ -20,6 +20,7 @@ STEP, SECONDS, ACCURACY = range(3)  # of an evaluation: its step, the seconds of
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that make runs ways of one job."""
 _BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
+_FLOATS = ("top1", "samples_per_s", "images_per_s", "step_p50_s", "step_p95_s")  # of a summary.json
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 
 
@@ -211,6 +212,9 @@ def load(folder: Path) -> Run:
 
 def _read(folder: Path, name: str) -> Run:
     manifest, summary = (json_of(folder / file) for file in ("manifest.json", SUMMARY))
+    with understanding(folder / SUMMARY):
+        summary |= {key: float(summary[key]) for key in _FLOATS if summary.get(key) is not None}
+        summary |= {"exit": int(summary["exit"])} if summary.get("exit") is not None else {}
     return Run(name=name, folder=folder, options=read_named(folder / "config.toml"), manifest=manifest, summary=summary)
 
 

@@ -107,11 +107,19 @@ class Series:
         ranks = int(self.trial.told.get("ranks") or 1)
         return max(1, self.record.devices // ranks), int(self.record.plan.get("accumulation", 1))
 
+    @property
+    def rates(self) -> list[float]:
+        """Steps per second of each race.
+
+        Differences between races are a random effect: their means are the sample (Searle, Casella & McCulloch, Variance
+        Components, 1992).
+        """
+        return [statistics.geometric_mean(race) for race in self.races]
+
     def ratio(self, other: Series) -> Interval:
         """Return the ratio of samples per second to another variant's."""
-        means = [[statistics.geometric_mean(race) for race in each.races] for each in (self, other)]
-        steps = numbers.of_groups([[a / b] for a, b in zip(*means, strict=False)])
-        return steps.times(self.batch / other.batch)
+        ratios = [mine / its for mine, its in zip(self.rates, other.rates, strict=False)]
+        return numbers.geometric_mean(ratios).times(self.batch / other.batch)
 
 
 @dataclass(frozen=True)

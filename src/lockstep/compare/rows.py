@@ -100,7 +100,7 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
     told, record, batch = series.trial.told, series.record, series.batch
     base, step_s = rounds.base_of(working), told["step_s"]
     alone = next((each for each in working if each.cell.is_alone_of(series.cell)), None)
-    rate = numbers.of_groups([[each * batch for each in race] for race in series.races])
+    rate = numbers.geometric_mean(series.rates).times(batch)
     middle_s = batch / rate.middle
     steps, flops, matrix_rate = record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
     return {

@@ -37,7 +37,6 @@ class Profile:
     points: tuple[Point, ...]
     seconds: np.ndarray
     """(steps, points + 1): of computation before each point, from the end of the step before; the last, after all."""
-    overlaps: bool  # whether gradients are exchanged while the backward pass goes on, or after it
 
     @property
     def step_s(self) -> float:
@@ -58,7 +57,7 @@ class Profile:
         """{number of the point that sends a bucket of gradients: its bytes}."""
         gradients = [(number, point.bytes) for number, point in enumerate(self.points) if point.kind == GRADIENT]
         found: dict[int, int] = {}
-        held, limit = 0, FIRST_BUCKET_BYTES if self.overlaps else math.inf
+        held, limit = 0, FIRST_BUCKET_BYTES
         for number, size_bytes in gradients:
             held += size_bytes
             if held >= limit or number == gradients[-1][0]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import multiprocessing
 import os
 import sys
@@ -141,8 +140,7 @@ def met(
         if rendezvous.file is not None:
             kept.callback(rendezvous.file.unlink, missing_ok=True)
         members = rollcall.take(rendezvous, mine, parallel.timeout)
-        # Tells these processes from any others at the store.
-        start = hashlib.sha256("".join(member.nonce for member in members).encode()).hexdigest()[:16]
+        start = rollcall.start_of(members)
         topology, progress = topology if knows_node else rollcall.place(members, mine), Progress()
         watchdog = start_watchdog(config, rendezvous, start, [member.host for member in members], index, progress, tell)
         try:
