@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,14 @@ FAULTS = {
     "tokens": "mean over other counts",
     "contrastive": "coupled samples",
 }
-QUICK = ("plain", "uneven")
+QUICK = ("plain", "tokens")
+LONG = ("dropout", "accumulate", "unwrapped", "outside", "same-noise", "contrastive")
+"""The rest is as slow, and shows less."""
+
+
+def _tiers(kinds: Iterable[str]) -> list[Any]:
+    tiers = {**dict.fromkeys(QUICK, ()), **dict.fromkeys(LONG, (pytest.mark.long,))}
+    return [pytest.param(kind, marks=tiers.get(kind, (pytest.mark.slow,))) for kind in kinds]
 
 
 def _audited(kind: str, folder: Path, code: int) -> dict[str, object]:
@@ -39,18 +48,14 @@ def _audited(kind: str, folder: Path, code: int) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in RIGHT]
-)
+@pytest.mark.parametrize("kind", _tiers(RIGHT))
 def test_a_right_script_is_sound(kind: str, tmp_path: Path) -> None:
     found = _audited(kind, tmp_path, 0)
     assert (found["findings"], found["steps"], found["ranks"]) == ([], 3, 2)
     assert 0 < float(str(found["largest_gap"])) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in FAULTS]
-)
+@pytest.mark.parametrize("kind", _tiers(FAULTS))
 def test_a_fault_is_named(kind: str, tmp_path: Path) -> None:
     found = _audited(kind, tmp_path, 3)
     findings = found["findings"]

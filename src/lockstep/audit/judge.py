@@ -39,8 +39,8 @@ class Verdict:
     steps: int
     ranks: int
     findings: Sequence[Finding]
-    largest_gap: float
-    """Largest relative difference of a gradient between the ranks and one process."""
+    largest_gap: float | None
+    """Largest relative difference of a gradient between the ranks and one process; None where ranks differ."""
     tolerance: float
 
     @property
@@ -55,29 +55,34 @@ def judge(folder: Path) -> Verdict:
     steps = min(map(len, ranks), default=0)
     if not steps:
         raise ValueError("no optimizer has stepped after a DataLoader's batch and a model's call")
+    if len(ranks) < 2:
+        raise ValueError("it has one rank; start several, as by --devices 2")
+    made = sum((folder / f"replay {step} {TOGETHER}.pt").exists() for step in range(steps))
+    if not made:
+        raise ValueError("in one process it made no step on the ranks' samples")
+    steps = made
     found: dict[str, Finding] = {}
 
     def add(finding: Finding | None) -> None:
         if finding is not None:
             found.setdefault(finding.kind, finding)
 
-    largest, tolerance = 0.0, TOLERANCE
+    largest, tolerance = [0.0], TOLERANCE
     for step in range(steps):
         windows = [each[step] for each in ranks]
         tolerance = _tolerance(windows[0])
         add(_same_samples(windows, step))
         add(_same_draws(windows, step))
-        add(_weights_differ(windows, step))
+        if "gradients differ" not in found:  # whose consequence it would be
+            add(_weights_differ(windows, step))
         together = _replayed(folder, windows[0], step, TOGETHER)
         alone = [_replayed(folder, windows[0], step, f"rank {rank}") for rank in range(len(ranks))]
-        if not together:
-            continue
         own = [_named(window, window.gradients) for window in windows]
         if differing := _differ(own):
             add(_not_exchanged(own, alone, differing, step, windows[0].place, tolerance))
             continue
         gap = worst(gaps(own[0], together))
-        largest = max(largest, gap)
+        largest.append(gap)
         if gap > tolerance:
             by_share = _replayed(folder, windows[0], step, BY_SHARE)
             add(_explained(windows, own[0], together, by_share, alone, step, gap, tolerance))
@@ -90,7 +95,8 @@ def judge(folder: Path) -> Verdict:
                 "sampler.set_epoch(epoch) before each.",
             )
         )
-    return Verdict(steps, len(ranks), list(found.values()), largest, tolerance)
+    gap_or_none = None if "gradients differ" in found else max(largest)
+    return Verdict(steps, len(ranks), list(found.values()), gap_or_none, tolerance)
 
 
 def _tolerance(window: Window) -> float:

@@ -220,6 +220,28 @@ class Replayer(Observer):
         ]
         self._draw = 0
         self._epochs: dict[int, int | None] = {}
+        self._last = max(
+            (number for windows in self.ranks for window in windows for number, _ in window.batches), default=0
+        )
+        self._feeds = {number: self._feed(number) for number in range(self._last + 1)}
+        """By number of the loader's iteration: the ranks' parts of each micro-batch, over the plan."""
+        self._fed: dict[int, int] = {}
+
+    def _feed(self, number: int) -> list[list[Any]]:
+        steps = {
+            step for windows in self.ranks for step, window in enumerate(windows) if number in dict(window.batches)
+        }
+        feed = []
+        for step, variant in self.plan:
+            if step not in steps or (number < self._last and steps == {0} and variant != TOGETHER):
+                continue  # only read before the first step, as for an evaluation
+            windows = [windows[step] for windows in self.ranks]
+            chosen = [windows[int(variant.removeprefix("rank "))]] if variant.startswith("rank ") else windows
+            parts = [[batch for iteration, batch in window.batches if iteration == number] for window in chosen]
+            feed += [
+                [part[micro] for part in parts if micro < len(part)] for micro in range(max(map(len, parts), default=0))
+            ]
+        return feed
 
     @property
     def _now(self) -> tuple[list[Window], str]:
@@ -254,18 +276,10 @@ class Replayer(Observer):
                 self.end()
             return
         self._epochs[id(loader)] = epoch
-        while self.step < len(self.plan):
-            at, windows = self.step, self._parts()
-            known = {iteration for window in windows for iteration, _ in window.batches}
-            # A loop that reads ahead ends an epoch after each window: the next one reads on.
-            wanted = number if number in known or not known or number < max(known) else max(known)
-            parts = [[batch for iteration, batch in window.batches if iteration == wanted] for window in windows]
-            for micro in range(max(map(len, parts))):
-                yield joined([part[micro] for part in parts if micro < len(part)])
-                if self.step != at:  # the loop has stepped before it read all that it had read ahead
-                    break
-            if self.step == at:  # no step came of it: an evaluation, or a loop that reads ahead
-                return
+        number = min(number, self._last)  # a later epoch goes on with the last loader's batches
+        while self._fed.get(number, 0) < len(self._feeds[number]):
+            at = self._fed[number] = self._fed.get(number, 0) + 1
+            yield joined(self._feeds[number][at - 1])
 
     def see_root(self, number: int) -> None:
         self._set_weights(only=number)

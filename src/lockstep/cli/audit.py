@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,7 +38,6 @@ process would train, and what makes them differ.
 
 Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
 """
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _OWN = dict.fromkeys(("--devices", "--steps", "--output"), str)
 _STARTUP = Path(__file__).parents[1] / "audit" / "startup"
 
@@ -49,27 +49,31 @@ def main(given: list[str]) -> int:
     own, rest = flags.take(ours, _OWN, prog="lockstep audit")
     if rest:
         raise RequestError(f"lockstep audit has no flag {rest[0]}; flags of the script follow it.")
-    if len(script) < 1 + (at is not None) or (at is None and not Path(script[0]).is_file()):
+    command = script[1:] if at is not None else script
+    if not command or (at is None and not Path(command[0]).is_file()):
         raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
     ranks, steps = (_whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3)))
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
+    about = shlex.join(command)
+    if at is None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         folder = Path(name)
-        command = script[1:] if script[0] == "--" else [*_TORCHRUN, f"{ranks}", *script]
-        for mode, where in (("record", f"on {ranks} ranks"), ("replay", "in one process")):
-            if not _start(mode, command, folder, steps) and not [*folder.glob("replay *.pt")]:
+        for mode, made in (("record", "rank*/window*.pt"), ("replay", "replay *.pt")):
+            if not _start(mode, command, folder, steps) and not [*folder.glob(made)]:
                 sys.stderr.write(visible((folder / f"{mode}.txt").read_text(errors="replace")))
-                raise RunError(f"{script[-1] if command == script[1:] else script[0]} failed {where}: see above.")
+                where = "by itself" if mode == "record" else "in one process, on the samples of all ranks"
+                raise RunError(f"{about} failed {where}: its own message is above.")
         from ..audit.judge import judge  # late: it imports torch
 
         try:
             verdict = judge(folder)
         except ValueError as error:
-            raise RequestError(f"{script[0]} cannot be judged: {error}.") from error
-    _print(verdict, script, Path(own["--output"]) if "--output" in own else None)
+            raise RequestError(f"{about} cannot be judged: {error}.") from error
+    _print(verdict, about, Path(own["--output"]) if "--output" in own else None)
     if not verdict.is_sound:
-        raise ProofError(f"{script[0]} on {ranks} ranks does not train the model that one process would train.")
+        raise ProofError(f"{verdict.ranks} ranks of {about} do not train the model that one process would train.")
     return 0
 
 
@@ -96,14 +100,14 @@ def _start(mode: str, command: Sequence[str], folder: Path, steps: int) -> bool:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _print(verdict: Verdict, script: Sequence[str], folder: Path | None) -> None:
-    about = f"{' '.join(script)}: {verdict.steps} steps on {verdict.ranks} ranks against one process"
+def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
+    about = f"{command}: {verdict.steps} steps on {verdict.ranks} ranks against one process"
     lines = [f"{'by design' if each.by_design else 'FAULT'}: {each.sentence}" for each in verdict.findings]
-    if verdict.is_sound and not lines:
-        lines = [
-            f"sound: the ranks' gradients are one process's (largest difference {verdict.largest_gap:.1e}, tolerance "
-            f"{verdict.tolerance:g})."
-        ]
+    if verdict.largest_gap is not None and verdict.largest_gap <= verdict.tolerance:
+        lines.append(
+            f"{'sound' if verdict.is_sound else 'gradients'}: one process computes the same gradients of the ranks' "
+            f"samples and draws (largest difference {verdict.largest_gap:.1e}, tolerance {verdict.tolerance:g})."
+        )
     with output.written():
         screen = Screen()
         for line in (about, *lines):
@@ -114,7 +118,7 @@ def _print(verdict: Verdict, script: Sequence[str], folder: Path | None) -> None
         write_json(
             folder / "audit.json",
             {
-                "script": list(script),
+                "command": command,
                 "ranks": verdict.ranks,
                 "steps": verdict.steps,
                 "sound": verdict.is_sound,
