@@ -50,11 +50,12 @@ class Verdict:
 
 
 def judge(folder: Path) -> Verdict:
-    """Return the verdict on the windows in `folder` and their replays. Raises ValueError without a window."""
+    """Return the verdict on the windows in `folder` and their replays.
+
+    Raises ValueError for one rank alone, and for a script that made no step in one process.
+    """
     ranks = load(folder)
     steps = min(map(len, ranks), default=0)
-    if not steps:
-        raise ValueError("no optimizer has stepped after a DataLoader's batch and a model's call")
     if len(ranks) < 2:
         raise ValueError("it has one rank; start several, as by --devices 2")
     made = sum((folder / f"replay {step} {TOGETHER}.pt").exists() for step in range(steps))

@@ -60,11 +60,15 @@ def main(given: list[str]) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         folder = Path(name)
-        for mode, made in (("record", "rank*/window*.pt"), ("replay", "replay *.pt")):
-            if not _start(mode, command, folder, steps) and not [*folder.glob(made)]:
-                sys.stderr.write(visible((folder / f"{mode}.txt").read_text(errors="replace")))
-                where = "by itself" if mode == "record" else "in one process, on the samples of all ranks"
-                raise RunError(f"{about} failed {where}: its own message is above.")
+        has_ended_well = _start("record", command, folder, steps)
+        if not [*folder.glob("rank*/window*.pt")]:
+            if has_ended_well:
+                raise RequestError(
+                    f"{about} cannot be judged: no optimizer has stepped after a DataLoader's batch and a model's call."
+                )
+            raise _failed(folder / "record.txt", f"{about} failed by itself")
+        if not _start("replay", command, folder, steps) and not [*folder.glob("replay *.pt")]:
+            raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
         from ..audit.judge import judge  # late: it imports torch
 
         try:
@@ -75,6 +79,12 @@ def main(given: list[str]) -> int:
     if not verdict.is_sound:
         raise ProofError(f"{verdict.ranks} ranks of {about} do not train the model that one process would train.")
     return 0
+
+
+def _failed(output: Path, sentence: str) -> RunError:
+    """Print what the command has written; return the error."""
+    sys.stderr.write(visible(output.read_text(errors="replace")))
+    return RunError(f"{sentence}: its own message is above.")
 
 
 def _whole(own: Mapping[str, str], name: str, usual: int) -> int:
