@@ -618,8 +618,8 @@ code is imported where a run names it: cli/flags.py
 + if False:
 = real/test_current_folder.py::test_no_module_of_the_current_folder_is_taken_for_one_of_ours[spawn]
 a rank takes modules of the current folder for its own: launchers/process.py
-- kept = os.environ.setdefault(_SAFE_PATH, _OURS)
-+ kept = ""
+- safe_path = os.environ.setdefault(_SAFE_PATH, _MARK)
++ safe_path = ""
 = unit/test_trust.py::test_a_name_on_a_screen_neither_acts_nor_begins_a_line
 a name is markup: screen.py
 - markup=False

@@ -110,6 +110,7 @@ def test_the_frames_of_the_rank_that_failed_are_shown_once_and_no_others(
     assert f"rank {rank} ends with ValueError('labels reach 10')" in ended.out
 
 
+@pytest.mark.long
 def test_data_workers_of_a_script_that_fails_leave_nothing(tmp_path: Path) -> None:
     written(tmp_path)
     with tempfile.TemporaryDirectory() as left:  # a short name: workers make sockets there, whose names have a limit

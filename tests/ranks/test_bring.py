@@ -14,7 +14,7 @@ from ..bring.runner import Runner
 from ..pool import RankPool
 
 CASES = catalogue.cases()
-SEED, QUICK, SLOW = 1, 12, 60
+SEED, QUICK, SLOW = 1, 10, 60
 """Generated programs of this seed; `python -m tests.bring.generate` draws as many as wanted."""
 
 
@@ -69,7 +69,10 @@ def test_a_gradient_that_is_not_there_yet_is_explained(ranks: Runner) -> None:
     assert "`if session.is_last`" in ranks.observe(CASES["change_gradients-decay"], 2, 2).message
 
 
-PROGRAMS = [pytest.param(number, marks=[pytest.mark.slow] * (number >= QUICK)) for number in range(SLOW)]
+PROGRAMS = [
+    pytest.param(number, marks=[pytest.mark.slow] * (number >= QUICK or draw(SEED, number).workers > 0))
+    for number in range(SLOW)
+]
 
 
 @pytest.mark.parametrize("number", PROGRAMS)

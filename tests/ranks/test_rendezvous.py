@@ -161,12 +161,12 @@ def test_a_place_where_nobody_can_meet_is_one_sentence(tmp_path: Path, monkeypat
         for opened, words in (
             (lambda: stores.connect(HOST, free_port(), 1), "nothing answers there within --timeout 1 s"),
             (lambda: stores.connect("no-such-host.invalid", 29500, 1), r"nothing answers there .*\(.*[Nn]ame"),
-            (lambda: stores.connect(HOST, silent, 1), "has not answered as the store of a rank 0 within"),
-            (lambda: stores.connect(HOST, speaks, 1), "has not answered as the store of a rank 0 within"),
+            (lambda: stores.connect(HOST, silent, 1), "no store of a rank 0 has answered there within"),
+            (lambda: stores.connect(HOST, speaks, 1), "no store of a rank 0 has answered there within"),
             (lambda: stores.serve(HOST, speaks), "another process uses the port, such as a second rank 0"),
             (lambda: stores.serve("192.0.2.7", 29500), "not one of this machine"),
             (lambda: stores.at_file(tmp_path / "no" / "folder", is_main=True, timeout_s=1), "cannot be opened"),
-            (lambda: stores.at_file(tmp_path / "notes.txt", is_main=True, timeout_s=1), "not a meeting place"),
+            (lambda: stores.at_file(tmp_path / "notes.txt", is_main=True, timeout_s=1), "no rendezvous file of ranks"),
             (lambda: stores.at_file(tmp_path / "place", is_main=False, timeout_s=1), "rank 0 did not come there"),
         ):
             with pytest.raises(RequestError, match=words):

@@ -88,7 +88,7 @@ def _torchrun() -> tuple[str, ...]:
     ("way", "code", "told"),
     [
         ("stopped", 75, "lockstep: It was stopped.\n"),
-        ("quits", 3, ""),
+        pytest.param("quits", 3, "", marks=pytest.mark.long),
         pytest.param("words", 1, "no more\n", marks=pytest.mark.long),
         pytest.param("read", 0, "", marks=pytest.mark.long),
     ],
@@ -107,12 +107,14 @@ def test_an_error_of_a_script_alone_looks_as_under_python(tmp_path: Path) -> Non
     assert ended.err.endswith("\nValueError: labels reach 10\n")
 
 
+@pytest.mark.long
 def test_a_data_worker_that_would_run_an_unguarded_script_is_told(tmp_path: Path) -> None:
     ended = _alone(tmp_path, "read", guard="True")
     assert ended.code == 1
     assert 'put the script\'s code under `if __name__ == "__main__":`' in ended.err
 
 
+@pytest.mark.long
 def test_an_error_is_told_where_another_excepthook_has_taken_its_place(tmp_path: Path) -> None:
     hook = "sys.excepthook = lambda kind, error, trace: say(f'hooked {error}')"
     path = written(tmp_path)

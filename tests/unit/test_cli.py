@@ -95,7 +95,8 @@ def test_a_dry_run_says_what_would_run_and_where_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "ddp"])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_rank_trains_without_the_compiler_and_has_it_when_it_is_asked_for(tmp_path: Path, strategy: str) -> None:
     code = (
         "import sys, torch; from lockstep.cli.main import main\n"

@@ -247,6 +247,6 @@ def test_an_echo_leaves_the_cause_of_an_earlier_start(tmp_path: Path) -> None:
         failures.write(failures.Failure(1, "", kind, "", is_echo=kind == "echo"), tmp_path)
     assert path.read_text().startswith("cause again\n")
     path.unlink()
-    for kind in ("echo", "echo again", "cause"):
+    for kind, first in (("echo", "echo"), ("echo again", "echo"), ("cause", "cause")):
         failures.write(failures.Failure(1, "", kind, "", is_echo="echo" in kind), tmp_path)
-        assert path.read_text().startswith(f"{kind}\n")
+        assert path.read_text().startswith(f"{first}\n")

@@ -65,8 +65,8 @@ def test_code_that_a_file_names_is_not_imported(
         (folder / "run" / "config.toml").write_text(f'{key} = "parent.strange:x y"\nlabel-smoothing = 0\n')
         told = refusal(capsys, *words)
         assert told == (
-            "run/config.toml names code of its own, which is imported only where the command line names it; if you "
-            f"trust it, add --{key} 'parent.strange:x y'."
+            "run/config.toml names code, which is imported only if the command line names it; if you trust it, "
+            f"add --{key} 'parent.strange:x y'."
         )
         # Not even where it seems to be a name of ours.
         (folder / "run" / "config.toml").write_text(f'{key} = "parent.strange"\n')

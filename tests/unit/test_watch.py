@@ -60,7 +60,7 @@ def _watched(store: Keys, *progresses: Progress, stalls_s: tuple[float, ...], **
 
     def ends(watchdog: Watchdog, failure: Failure) -> None:
         told.append(failure)
-        watchdog.let_others_hear()
+        watchdog.wait_for_readers()
 
     options = {"nodes": ["a", "b"], "server": None, "beat_s": 0.05, "ends": ends} | options
     watches = [
@@ -105,7 +105,7 @@ def test_ranks_that_move_are_left_alone_and_one_that_stops_is_told_by_all() -> N
 def test_a_rank_that_fails_tells_the_others_why() -> None:
     with _watched(_store(), Progress(), Progress(), stalls_s=(3600.0, 3600.0)) as told:
         told[0].give_way()
-        told[0].tell("Rank 0 failed: labels reach 10")
+        told[0].publish("Rank 0 failed: labels reach 10")
         until(lambda: len(told) == 3, 20)
         assert (told[2].rank, told[2].sentence, told[2].is_echo) == (1, "Rank 0 failed: labels reach 10", True)
         assert told[0].lost() == "Rank 0 failed: labels reach 10"

@@ -1,6 +1,6 @@
 """`lockstep VERB …`: find the verb, print errors, return the exit code.
 
-Nothing here imports torch, so that help and refusals answer at once; a verb is a file beside this one.
+This module imports no torch, so that help and refusals answer at once; each verb is a file beside this one.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(error)
     except KeyboardInterrupt as stop:
         if _lost_another(stop):
-            # torchrun ends the ranks that are left with SIGTERM, while they find out which one they have lost.
-            return _say(RunError("ended by a signal after another rank was lost, whose own message says why."))
+            # torchrun ends the remaining ranks with SIGTERM, while they look for the lost one.
+            return _say(RunError("ended by a signal after another rank was lost, whose own message gives the reason."))
         return _say(Stopped(OUTSIDE))
     except BrokenPipeError:
         return 1  # the reader, such as `head`, has seen enough
     except OSError as error:
         if error.filename is None:
             raise
-        # Of a path that was given: it is in another user's folder, or its name is too long.
+        # The user's path is in another user's folder, or its name is too long.
         return _say(RequestError(f"{error.filename} cannot be used: {error.strerror}; give another path."))
     finally:
         output.let_go()
@@ -70,16 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _lost_another(stop: BaseException) -> bool:
     """Return whether this rank was already ending because another was lost."""
-    from ..monitor.failures import is_echo  # late: it knows the options, and so takes time
+    from ..monitor.failures import is_echo  # late: it imports the options, which takes time
 
     error = stop.__context__
     return error is not None and (is_echo(error) or _lost_another(error))
 
 
-def _dispatch(given: list[str]) -> int:
-    verb, *rest = given or ["--help"]
+def _dispatch(words: list[str]) -> int:
+    verb, *arguments = words or ["--help"]
     if verb in VERBS:
-        return output.call(import_module(f".{verb}", __package__), rest)
+        return output.call(import_module(f".{verb}", __package__), arguments)
     version = version_of("lockstep-torch") or "(not installed)"
     if verb in ("-V", "--version"):
         text = f"lockstep {version}\n"
@@ -93,7 +93,7 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _say(error: LockstepError) -> int:
-    with contextlib.suppress(OSError):  # the exit code still tells
+    with contextlib.suppress(OSError):  # the exit code still reports the failure
         if isinstance(error, RunError):
             print(visible(error.trace), file=sys.stderr, end="")
         screen = Screen(stderr=True)

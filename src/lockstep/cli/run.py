@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Collection
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..config.schema import DataConfig, ModelConfig, RunConfig
 from ..errors import RequestError
 from ..launchers import start
 from ..launchers.plan import plan
-from ..printable import told
+from ..monitor.output import say
 from ..runs import folders
 from ..screen import Screen
 from ..sessions.script import Script
@@ -36,51 +35,49 @@ lockstep train --help describes them. Without --output, the run's folder is runs
 """
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
-    ours, script_words = split(given, SWITCHES)
-    if {"-h", "--help"} & {*ours}:
-        names = " ".join(f"--{name}" for name in sorted(_known()))
+    flag_words, script_words = split(words, SWITCHES)
+    if {"-h", "--help"} & {*flag_words}:
+        names = " ".join(f"--{name}" for name in sorted(left_to_command()))
         listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         output.show(_USAGE.format(flags=listed))
         return 0
-    is_dry = "--dry-run" in ours
-    config, script = asked([*(word for word in ours if word != "--dry-run"), *script_words], prog="lockstep run")
-    if flags_of_ours := _misplaced(script):
-        sys.stderr.write(
-            told(
-                f"{' and '.join(flags_of_ours)} after {script.name} belongs to the script, which does not name it; "
-                f"flags of lockstep run stand before it: lockstep run {flags_of_ours[0]} … {script.name}."
-            )
+    is_dry = "--dry-run" in flag_words
+    config, script = asked([*(word for word in flag_words if word != "--dry-run"), *script_words], prog="lockstep run")
+    if misplaced := _misplaced(script):
+        say(
+            f"{' and '.join(misplaced)} after {script.name} belongs to the script, which does not name it; flags of "
+            f"lockstep run stand before it: lockstep run {misplaced[0]} … {script.name}."
         )
-    planned = plan(config)
-    if planned.starts_here:
+    launch_plan = plan(config)
+    if launch_plan.starts_here:
         folders.check(config)
     if is_dry:
         with output.written():
-            Screen().print(f"{planned}\n{' '.join((script.name, *script.arguments))}", soft_wrap=True)
+            Screen().print(f"{launch_plan}\n{' '.join((script.name, *script.arguments))}", soft_wrap=True)
         return 0
-    return start.run(script, planned) or 0
+    return start.run(script, launch_plan) or 0
 
 
-def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
+def asked(words: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     """Return the config and the script of a command line.
 
     Raises `RequestError` for an invalid script, and for flags on which the script decides.
     """
-    ours, rest = split(given)
-    is_module = rest[:1] == ["-m"]
-    name, *arguments = rest[is_module:] or [""]
+    flag_words, script_words = split(words)
+    is_module = script_words[:1] == ["-m"]
+    name, *arguments = script_words[is_module:] or [""]
     names: set[str] = set()
 
-    def check(found: Collection[str], config: RunConfig) -> None:
-        names.update(found)
-        if idle := [f"--{flag}" for flag in found if flag not in _known()]:
+    def check(flags: Collection[str], config: RunConfig) -> None:
+        names.update(flags)
+        if idle := [f"--{flag}" for flag in flags if flag not in left_to_command()]:
             raise RequestError(f"{prog} takes no {', '.join(idle)}: the script decides on that; leave it out.")
 
     # The script decides on model and data; its name is that of the default folder.
     base = RunConfig(model=ModelConfig(name=name if is_module else Path(name).stem), data=DataConfig(name=""))
-    config = flags.parse(ours, prog=prog, base=base, imports=False, check=check)
+    config = flags.parse(flag_words, prog=prog, base=base, imports=False, check=check)
     if config.parallel.drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and each process of a "
@@ -93,45 +90,41 @@ def asked(given: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     return config, Script(name, tuple(arguments), is_module, frozenset(names))
 
 
-def names_script(given: list[str], switches: Collection[str] = ()) -> bool:
-    """Return whether a script follows the flags. NAME.py, or -m MODULE; else a recipe."""
-    after = next(iter(split(given, switches)[1]), "")
-    return after == "-m" or after.endswith(".py")
+def names_script(words: list[str], switches: Collection[str] = ()) -> bool:
+    """Return whether a script follows the flags: NAME.py, or -m MODULE; otherwise a recipe does."""
+    name = next(iter(split(words, switches)[1]), "")
+    return name == "-m" or name.endswith(".py")
 
 
-def split(given: list[str], switches: Collection[str] = ()) -> tuple[list[str], list[str]]:
+def split(words: list[str], switches: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Split the words into flags and script. The script, or -m, begins the second part.
 
-    `switches` are flags without a value beside those of a run.
+    `switches` are flags without a value, beside those of a run.
     """
-    ours = {f"--{no}{leaf.key}" for leaf in leaves() if leaf.kind is bool for no in ("", "no-")}
-    switches = {*ours, *switches, "--help", "-h"}
-    at = 0
-    while at < len(given) and given[at].startswith("-") and given[at] != "-m":
-        flag, equals, _ = given[at].partition("=")
-        at += 1 if equals or flag.replace("_", "-") in switches else 2
-    return given[:at], given[at:]
+    run_switches = {f"--{no}{leaf.key}" for leaf in leaves() if leaf.kind is bool for no in ("", "no-")}
+    switches = {*run_switches, *switches, "--help", "-h"}
+    index = 0
+    while index < len(words) and words[index].startswith("-") and words[index] != "-m":
+        flag, equals, _ = words[index].partition("=")
+        index += 1 if equals or flag.replace("_", "-") in switches else 2
+    return words[:index], words[index:]
 
 
 def _misplaced(script: Script) -> list[str]:
     """Return flags on how ranks start that follow a script which does not have them in its text."""
     if script.is_module:
         return []
-    ours = {leaf.key for leaf in leaves() if leaf.section == "parallel"}
+    launch_keys = {leaf.key for leaf in leaves() if leaf.section == "parallel"}
     text = Path(script.name).read_text(encoding="utf-8", errors="replace")
     words = [word.partition("=")[0] for word in script.arguments if word.startswith("--")]
     keys = [word[2:].replace("_", "-") for word in words]
-    return [f"--{key}" for key in keys if key in ours and key not in text and key.replace("-", "_") not in text]
-
-
-def _known() -> set[str]:
-    return left_to_command()
+    return [f"--{key}" for key in keys if key in launch_keys and key not in text and key.replace("-", "_") not in text]
 
 
 def _check_script(name: str) -> None:
     """Raise `RequestError` for a missing script, or invalid Python."""
     if not name:
-        raise RequestError("lockstep run lacks the script to run, as in lockstep run --devices 2 train.py.")
+        raise RequestError("No script given; example: lockstep run --devices 2 train.py.")
     try:
         compile(Path(name).read_bytes(), name, "exec", dont_inherit=True)
     except OSError as error:

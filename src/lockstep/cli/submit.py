@@ -32,33 +32,34 @@ pre-emption, the job saves, requeues itself, and continues from its last checkpo
   --sbatch=OPTION       any other option of sbatch, such as --sbatch=--exclusive; repeatable
   --dry-run             print the script without submitting it
 """
-_OWN: dict[str, type] = {
+_TYPES: dict[str, type] = {
     **dict.fromkeys((*submit.OPTIONS, "--tasks-per-node"), str),
     "--sbatch": list,
     "--dry-run": bool,
 }
-_GIVEN = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
-"""Options of the run that the script gives itself."""
+_SET_BY_SCRIPT = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
+"""Options of the run that the script sets."""
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Submit the run, and return the exit code."""
-    if not given or given[0].startswith("-"):
-        raise RequestError("lockstep submit lacks the scheduler: give slurm, as in lockstep submit slurm digits.")
-    choose("scheduler", given[0], ["slurm"])
-    if given[1:2] in (["-h"], ["--help"]):
+    if not words or words[0].startswith("-"):
+        raise RequestError("No scheduler given; example: lockstep submit slurm digits.")
+    scheduler, *words = words
+    choose("scheduler", scheduler, ["slurm"])
+    if words[:1] in (["-h"], ["--help"]):
         output.show(USAGE)
         return 0
-    is_script = run.names_script(given[1:], run.SWITCHES)
-    ours, script = run.split(given[1:], run.SWITCHES) if is_script else (given[1:], [])
-    options, rest = flags.take(ours, _OWN, prog="lockstep submit slurm")
+    is_script = run.names_script(words, run.SWITCHES)
+    flag_words, script = run.split(words, run.SWITCHES) if is_script else (words, [])
+    options, run_words = flags.take(flag_words, _TYPES, prog="lockstep submit slurm")
     is_dry, sbatch = options.pop("--dry-run", False), options.pop("--sbatch", [])
     if "--tasks-per-node" in options:
         options["--ntasks-per-node"] = options.pop("--tasks-per-node")
     if is_script:
-        config, _ = run.asked([*rest, *script], prog="lockstep submit slurm")
+        config, _ = run.asked([*run_words, *script], prog="lockstep submit slurm")
     else:
-        config = flags.parse(rest, prog="lockstep submit slurm")
+        config = flags.parse(run_words, prog="lockstep submit slurm")
         check_names(config)
     # The request is checked here as far as possible: the cluster would refuse it after a long wait.
     job = submit.lay_out({"--job-name": folders.default_name(config), **options}, sbatch, config)
@@ -67,14 +68,13 @@ def main(given: list[str]) -> int:
         BatchPlan.solve(config.batch.size, job.ranks, micro_size=micro, accumulation=accumulate, devices=job.devices)
     if config.checkpoint.resume not in ("", "auto"):
         raise RequestError(
-            f"--resume {config.checkpoint.resume}: a job that is requeued goes on in its own folder; give --output RUN "
+            f"--resume {config.checkpoint.resume}: a requeued job continues in its own folder; give --output RUN "
             "--resume auto to continue a run."
         )
     if submit.is_unwarned(options):
         say(
-            f"--time {options['--time']}: no warning can come that early; at its limit the job just ends, and what its "
-            f"last checkpoint lacks is lost: give {submit.WARNED_FROM_S // 60}:00 or more, or a --checkpoint-every "
-            "that fits"
+            f"--time {options['--time']}: too short for a warning: at its limit the job ends without saving; give "
+            f"{submit.WARNED_FROM_S // 60}:00 or more, or a smaller --checkpoint-every"
         )
     if not is_dry and shutil.which("sbatch") is None:
         raise RequestError(
@@ -84,7 +84,8 @@ def main(given: list[str]) -> int:
     folder, is_new = folders.reserve(config, make=not is_dry)
     try:
         verb = "run" if is_script else "train"
-        text = submit.render(job, folder, commands.python("lockstep", verb, *flags.without(rest, _GIVEN)), script)
+        command = commands.python("lockstep", verb, *flags.without(run_words, _SET_BY_SCRIPT))
+        text = submit.render(job, folder, command, script)
         if is_dry:
             output.show(text)
             return 0

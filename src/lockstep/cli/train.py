@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from ..world.world import World
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Train, and return the exit code."""
-    if not given:
-        raise RequestError(f"lockstep train lacks what to train: give a recipe ({', '.join(recipes())}), or flags.")
-    config = flags.parse([word for word in given if word != "--dry-run"], prog="lockstep train")
-    planned, batches = preflight.check(config)
-    if planned.starts_here:
+    if not words:
+        raise RequestError(f"No recipe given: give one ({', '.join(recipes())}), or flags.")
+    config = flags.parse([word for word in words if word != "--dry-run"], prog="lockstep train")
+    launch_plan, batches = preflight.check(config)
+    if launch_plan.starts_here:
         folders.check(config)
-    if "--dry-run" in given:
+    if "--dry-run" in words:
         with output.written():
-            Screen().print(f"{planned}\n{batches}", soft_wrap=True)
-    elif planned.starts_here:
-        with folders.begun(planned.config) as begun:
-            start.run(entry, dataclasses.replace(planned, config=begun))
+            Screen().print(f"{launch_plan}\n{batches}", soft_wrap=True)
+    elif launch_plan.starts_here:
+        with folders.begun(launch_plan.config) as begun:
+            start.run(entry, dataclasses.replace(launch_plan, config=begun))
     else:
-        start.run(entry, planned)
+        start.run(entry, launch_plan)
     return 0
 
 

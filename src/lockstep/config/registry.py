@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Launcher(NamedTuple):
-    """A launcher's module and flags. The module's `launch(entry, planned, env)` returns rank 0's value or None."""
+    """A launcher's module and flags. The module's `launch(entry, launch_plan, env)` returns rank 0's value or None."""
 
     module: str
     joins: bool

@@ -23,7 +23,7 @@ def visible(env: Mapping[str, str]) -> tuple[hardware.Gpu, ...]:
 
 
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this process may use. By local rank, or all its own; empty on the CPU."""
+    """Return the UUIDs of the GPUs that this process may use, by local rank; () on the CPU."""
     if parallel.accelerator != "cuda":
         return ()
     gpus = visible(env)
@@ -31,7 +31,7 @@ def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]
 
 
 def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int) -> int:
-    """Return the index of a local rank's (first) GPU. It counts among the GPUs visible to the rank's process."""
+    """Return the index of a local rank's first GPU, among the GPUs visible to its process."""
     return of_rank(_chosen(parallel, len(visible(env))), local_rank, drives_all=parallel.drives_all)[0]
 
 

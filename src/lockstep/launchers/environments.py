@@ -1,8 +1,8 @@
 """Rank and world size from the variables of torchrun, srun and mpirun. No torch.
 
 torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), set by any program,
-win over Slurm's (https://slurm.schedmd.com/srun.html, output environment): torchrun may run within a Slurm job. MPI
-sets no address: MASTER_ADDR and MASTER_PORT do, or ranks that are all on this host meet at a file of their mpirun.
+take precedence over Slurm's (https://slurm.schedmd.com/srun.html, output environment): torchrun may run in a Slurm job.
+MPI sets no address: MASTER_ADDR and MASTER_PORT do, or ranks that are all on this host meet at a file of their mpirun.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Program(NamedTuple):
 
     def ranks(self, env: Env) -> int:
         """Return the program's number of ranks; 0 if its variables are unset."""
-        return (whole(env.get(self.size, "")) or 0) if self.rank in env else 0
+        return (integer(env.get(self.size)) or 0) if self.rank in env else 0
 
 
 _TORCHRUN = Program("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -62,27 +62,27 @@ class Place:
 
     topology: Topology
     endpoint: Endpoint | None = None
-    """Where the ranks meet; None where --init-method says it."""
+    """The rendezvous of the ranks; None if --init-method has it."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The variables that say --world-size, --rank and, where they do, --devices and --nodes, by these flags."""
+    """The variables that set --world-size, --rank, --devices and --nodes, by these flags."""
     knows_node: bool = True
-    """Whether the variables tell which ranks share this node; otherwise the roll call does."""
+    """Whether the variables report which ranks share this node; otherwise the roll call does."""
     error_file: Path | None = None
-    """The file in which torchrun looks for the reason of a failure."""
+    """The file from which torchrun reads the reason of a failure."""
 
 
 def starter(env: Env) -> Program | None:
-    """Return the program that started this process as a rank. The most specific of several; None without one."""
-    # An sbatch script has most of srun's variables and is no task: only srun sets SLURM_STEP_ID. And mpirun may have
-    # srun start its daemons: Slurm's variables are then a daemon's, and PMI's differ.
+    """Return the most specific program that started this process as a rank, or None."""
+    # An sbatch script has most of srun's variables and is no task: only srun sets SLURM_STEP_ID. mpirun may start its
+    # daemons by srun: Slurm's variables are then a daemon's, and PMI's differ.
     pairs = ((_PMI.rank, _SLURM.rank), (_PMI.size, _SLURM.size))
     is_task = "SLURM_STEP_ID" in env and _SLURM.ranks(env) > 1
     is_task = is_task and all(env.get(pmi, env[slurm]) == env[slurm] for pmi, slurm in pairs)
-    # Managed containers announce a world of one, without an address, which keeps nobody from starting ranks; and
-    # scripts for srun often export WORLD_SIZE alone, beside the address.
-    named = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & env.keys()
+    # Managed containers announce a world of one, without an address; lockstep may start ranks there. Scripts for srun
+    # often export WORLD_SIZE alone, beside the address.
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & env.keys()
     is_announced = env.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in env
-    if named and not is_announced and not (is_task and named == {"WORLD_SIZE"}):
+    if names and not is_announced and not (is_task and names == {"WORLD_SIZE"}):
         return _TORCHRUN
     if _OPEN_MPI.ranks(env) > 1:
         return _OPEN_MPI
@@ -104,30 +104,31 @@ def variables(env: Env) -> dict[str, str]:
 
 def read(env: Env) -> Place:
     """Return this process's place. Raises `RequestError` for missing or contradictory variables."""
-    program, found = starter(env), ", ".join(f"{name} is {value}" for name, value in variables(env).items())
+    program, settings = starter(env), ", ".join(f"{name} is {value}" for name, value in variables(env).items())
     if program is None:
         raise RequestError(
             "--launcher environment: RANK and WORLD_SIZE are not set, nor such variables of srun or mpirun; start the "
             "command with one of these, or take --launcher auto."
         )
-    numbered = Topology(rank=_number(env, program.rank), size=_number(env, program.size))
-    known = _on_node(env, program, numbered)
-    here = known or numbered
-    if not (here.rank < here.size and here.local_rank < here.local_size <= here.size and here.node < here.nodes):
-        raise RequestError(f"The environment disagrees with itself: {found}; set all of these on every rank, or none.")
+    numbers = Topology(rank=_number(env, program.rank), size=_number(env, program.size))
+    node_topology = _on_node(env, program, numbers)
+    knows_node, topology = node_topology is not None, node_topology or numbers
+    rank, size, local_size = topology.rank, topology.size, topology.local_size
+    if not (rank < size and topology.local_rank < local_size <= size and topology.node < topology.nodes):
+        raise RequestError(f"The environment is inconsistent: {settings}; set all of these on every rank, or none.")
     is_slurm = program is _SLURM
     address = env.get("MASTER_ADDR", "")
     if is_slurm and not address:
-        address = LOOPBACK if here.nodes == 1 else first_host(env.get("SLURM_STEP_NODELIST", ""))
-    file = _rendezvous_file(program) if known and not address and program in (_OPEN_MPI, _PMI) else None
+        address = LOOPBACK if topology.nodes == 1 else first_host(env.get("SLURM_STEP_NODELIST", ""))
+    file = _rendezvous_file(program) if knows_node and not address and program in (_OPEN_MPI, _PMI) else None
     if not address and file is None:
         raise RequestError(
-            f"{found}, but MASTER_ADDR is not set, the address at which rank 0 listens; give it and MASTER_PORT to "
+            f"{settings}, but MASTER_ADDR is not set, the address at which rank 0 listens; give it and MASTER_PORT to "
             "every rank, as by mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500."
         )
     port = 0 if file else _slurm_port(env) if is_slurm and "MASTER_PORT" not in env else _number(env, "MASTER_PORT")
     names = {"--rank": program.rank, "--world-size": program.size}
-    if known is not None:  # else the roll call finds out
+    if knows_node:
         names |= {"--devices": program.local_size, "--nodes": program.nodes or "the number of nodes"}
     is_agents, error_file = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_ERROR_FILE", "")
     endpoint = Endpoint(
@@ -138,10 +139,10 @@ def read(env: Env) -> Place:
         served=is_agents or _has_group(),
     )
     return Place(
-        dataclasses.replace(here, address=address, port=port),
+        dataclasses.replace(topology, address=address, port=port),
         endpoint,
         names,
-        knows_node=known is not None,
+        knows_node=knows_node,
         error_file=Path(error_file) if error_file else None,
     )
 
@@ -154,7 +155,7 @@ def _has_group() -> bool:
 
 def check_started(env: Env) -> None:
     """Raise `RequestError` in a multi-task Slurm job for a process without srun."""
-    tasks = max(whole(env.get(f"SLURM_NTASKS{each}", "")) or 0 for each in ("", "_PER_NODE"))
+    tasks = max(integer(env.get(f"SLURM_NTASKS{suffix}")) or 0 for suffix in ("", "_PER_NODE"))
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise RequestError(
             f"SLURM_NTASKS is {tasks}, but srun did not start this process (no SLURM_STEP_ID); write srun before it, "
@@ -177,9 +178,9 @@ def of_array(env: Env) -> tuple[int, int] | None:
     return indices.index(index), count
 
 
-def whole(text: str) -> int | None:
-    """Parse a whole number from 0 up. None for other text, and for more than 10 digits."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+def integer(text: str | None) -> int | None:
+    """Parse an integer from 0 up. Return None for other text, and for more than 10 digits."""
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def first_host(text: str) -> str:
@@ -188,8 +189,8 @@ def first_host(text: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _on_node(env: Env, program: Program, numbered: Topology) -> Topology | None:
-    """Return the topology with local rank, local size, node and nodes. None where the variables lack them."""
+def _on_node(env: Env, program: Program, numbers: Topology) -> Topology | None:
+    """Return the topology with local rank, local size, node and nodes; None if variables are missing."""
     is_slurm, is_one_node = program is _SLURM, env.get(program.local_size) == env[program.size]
     needed = {program.local_rank, program.local_size} | (set() if is_one_node else {program.node, program.nodes})
     if not is_slurm and not needed <= env.keys():
@@ -197,11 +198,11 @@ def _on_node(env: Env, program: Program, numbered: Topology) -> Topology | None:
     node, nodes = (0, 1) if is_one_node else (_number(env, program.node), _number(env, program.nodes))
     local_size = _tasks(env.get(program.local_size, ""), node if is_slurm else 0)
     local_rank = _number(env, program.local_rank)
-    return dataclasses.replace(numbered, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes)
+    return dataclasses.replace(numbers, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes)
 
 
 def _tasks(text: str, node: int) -> int:
-    """Return a node's number of tasks by Slurm's notation. `2(x3),1` is of nodes 0 to 3; 0 for any other node."""
+    """Return a node's number of tasks, or 0, from Slurm's notation: `2(x3),1` describes nodes 0 to 3."""
     for count, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", text, re.ASCII):
         if node < int(times or 1):
             return int(count)
@@ -210,7 +211,7 @@ def _tasks(text: str, node: int) -> int:
 
 
 def _rendezvous_file(program: Program) -> Path:
-    """Return a meeting path for this mpirun's ranks alone. Named by the nearest ancestor process that is no rank."""
+    """Return a rendezvous file for this mpirun's ranks, named by the nearest ancestor process that is no rank."""
     pid = 1
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):  # another user's, so none of the ranks'
@@ -231,7 +232,7 @@ def _slurm_port(env: Env) -> int:
 
 
 def _number(env: Env, variable: str) -> int:
-    if (found := whole(env.get(variable, ""))) is None:
-        was = f"is {env[variable]!r}" if variable in env else "is not set"
-        raise RequestError(f"The environment's {variable} {was}; it takes a number from 0 up, on every rank.")
-    return found
+    if (number := integer(env.get(variable))) is None:
+        state = f"is {env[variable]!r}" if variable in env else "is not set"
+        raise RequestError(f"The environment's {variable} {state}; it takes a number from 0 up, on every rank.")
+    return number

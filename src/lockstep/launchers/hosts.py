@@ -44,12 +44,12 @@ def begun(pid: int) -> str:
 
 
 def own_addresses(towards: str, interface: str = "") -> tuple[str, ...]:
-    """Return the addresses of this host, or of an interface. The host's address towards `towards` comes first."""
+    """Return the addresses of an interface, or of this host: the one on the route to `towards` first."""
     if interface:
         return tuple(interfaces()[interface])
-    others = [address for addresses in interfaces().values() for address in addresses]
-    found = dict.fromkeys([own_address(towards), *others])
-    return tuple(address for address in found if address and not is_loopback([address]))
+    host_addresses = [address for addresses in interfaces().values() for address in addresses]
+    candidates = dict.fromkeys([own_address(towards), *host_addresses])
+    return tuple(address for address in candidates if address and not is_loopback([address]))
 
 
 def own_address(towards: str) -> str:
@@ -66,8 +66,8 @@ def interfaces() -> dict[str, list[str]]:
     """Return the IPv4 and global IPv6 addresses of each network interface."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
-        str(name): [str(each.address) for each in addresses if each.family in families and "%" not in each.address]
-        for name, addresses in psutil.net_if_addrs().items()
+        str(name): [str(entry.address) for entry in entries if entry.family in families and "%" not in entry.address]
+        for name, entries in psutil.net_if_addrs().items()
     }
 
 
@@ -80,10 +80,11 @@ def check_interface(name: str, env: Mapping[str, str]) -> None:
     """Raise `RequestError` where --interface cannot carry the ranks' traffic."""
     if not name:
         return
-    here, found = socket.gethostname(), interfaces()
-    if not found.get(name):
-        listed = ", ".join(f"{each} ({', '.join(has) or 'no address'})" for each, has in sorted(found.items()))
-        raise RequestError(f"--interface {name}: this host, {here}, has no such one with an address, but {listed}.")
+    candidates = interfaces()
+    if not candidates.get(name):
+        listed = ", ".join(f"{key} ({', '.join(values) or 'no address'})" for key, values in sorted(candidates.items()))
+        host = socket.gethostname()
+        raise RequestError(f"--interface {name}: this host, {host}, has no such one with an address, but {listed}.")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if (chosen := env.get(variable, name)).removeprefix("=") != name:
             raise RequestError(
@@ -108,19 +109,18 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def caution(host: str, *, has_met: bool = True) -> str:
-    """Return why other hosts may fail to reach `host`, or "".
+    """Return a clause on why other hosts may fail to reach `host`, or "".
 
-    A clause to end a sentence, for `host` as resolved here. `has_met` means that this rank has listened or connected at
-    the address.
+    `has_met`: this rank has listened or connected at the address.
     """
-    here, others, address = socket.gethostname(), own_addresses(ANYWHERE), ""
+    here, reachable, address = socket.gethostname(), own_addresses(ANYWHERE), ""
     with contextlib.suppress(OSError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     means = "" if host == address else f" means {address} here, which"
-    if address and others and is_loopback([address]):
+    if address and reachable and is_loopback([address]):
         return (
             f"; {host}{means} is this host ({here}) to itself alone: where ranks run on other hosts, give one of its "
-            f"addresses that they reach ({', '.join(others)}), or put that in /etc/hosts"
+            f"addresses that they reach ({', '.join(reachable)}), or put that in /etc/hosts"
         )
     if has_met or not address or not means:
         return ""

@@ -3,8 +3,8 @@
     lockstep train digits --nodes 1:4 --devices 2 --max-restarts 3 --init-method tcp://HOST:PORT --output RUN
 
 The same command on each node starts one agent there (`torch.distributed.launcher`). The agents meet at HOST:PORT, which
-HOST's agent serves, and start the ranks as torchrun would. An agent that misses another one, or is cut off itself, ends
-its ranks at once; the agents that are left then start others, which continue from the last checkpoint in RUN.
+HOST's agent serves, and start the ranks as torchrun would. An agent that loses another one, or is cut off, ends its
+ranks at once; the remaining agents then start new ranks, which continue from the last checkpoint in RUN.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ _LAST_CALL_S = 5  # for further nodes, once the least number has come
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 
 
-def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | None:
+def launch(entry: Entry, launch_plan: LaunchPlan, env: Mapping[str, str]) -> Any | None:
     """Run this node's ranks to completion; return rank 0's value, if local.
 
     Raises the error of this node's rank that failed after the last restart, `Stopped` after a signal to this node, and
-    `RequestError` for a command without --output, and where too few nodes come within --timeout.
+    `RequestError` for a command without --output, and if too few nodes come within --timeout.
     """
-    config, parallel = planned.config, planned.config.parallel
+    config, parallel = launch_plan.config, launch_plan.config.parallel
     hosts.check_interface(parallel.interface, env)
     if config.record.output is None:
         raise RequestError(
-            f"--nodes {parallel.nodes_asked}: ranks that start again continue from the run's folder; give all nodes "
-            "the same --output FOLDER, on a disk that they share."
+            f"--nodes {parallel.nodes_asked}: restarted ranks continue from the run's folder; give all nodes the same "
+            "--output FOLDER, on a disk that they share."
         )
     host, port = hosts.host_and_port(parallel.init_method)
     options = json.dumps(flatten_common(config) | {"output": str(config.record.output)})
     agent = LaunchConfig(
         min_nodes=parallel.nodes,
         max_nodes=parallel.most_nodes,
-        nproc_per_node=planned.processes,
+        nproc_per_node=launch_plan.processes,
         run_id=stores.PREFIX,
         rdzv_backend=_BACKEND,
         rdzv_endpoint=hosts.url(host, port).removeprefix("tcp://"),
@@ -97,27 +97,28 @@ def launch(entry: Entry, planned: LaunchPlan, env: Mapping[str, str]) -> Any | N
     )
     rendezvous_handler_registry.register(_BACKEND, _handler)
     payload = packed(entry, config)
-    with contextlib.ExitStack() as kept:
-        kept.enter_context(_quiet())
-        last = kept.enter_context(stores.memory())  # this node's last failure, of its ranks alone
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        last = stack.enter_context(stores.memory())  # the last failure of this node's ranks
         agent.rdzv_configs["last"] = last
-        agent.logs_specs = DefaultLogsSpecs(log_dir=kept.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-")))
+        log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        agent.logs_specs = DefaultLogsSpecs(log_dir=log_dir)
         try:
             value = elastic_launch(agent, _serve)(payload, str(last)).get(0)
         except Exception as error:
             if isinstance(error, SignalException) and error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
-            raise _told(error, _failure(last), config) from error
+            raise _error_to_raise(error, _failure(last), config) from error
     return None if value is None else value_of(value)
 
 
 class _State(RendezvousBackend):
-    """The state of torch's rendezvous in the agents' store: a pickle, which is checked before torch loads it."""
+    """The state of torch's rendezvous in the agents' store: a pickle, checked before torch loads it."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self.nodes, self.waiting = frozenset[Any](), frozenset[Any]()
-        """torch's descriptions of the nodes that take part, and wait to, by the state that was read last."""
+        """torch's descriptions of the nodes that take part and that wait, from the last state read."""
 
     @property
     def name(self) -> str:
@@ -126,23 +127,23 @@ class _State(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return (state, token), or None without a state."""
         with _connected():
-            return self._seen(self._keys.read("state"))
+            return self._parse(self._keys.read("state"))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Replace the state that has this token; return (state, token, success)."""
         with _connected():
-            found = self._seen(self._keys.put("state", b64encode(state).decode(), token or ""))
-        return None if found is None else (*found, found[0] == state)
+            current = self._parse(self._keys.put("state", b64encode(state).decode(), token or ""))
+        return None if current is None else (*current, current[0] == state)
 
-    def _seen(self, text: str) -> tuple[bytes, Any] | None:
+    def _parse(self, text: str) -> tuple[bytes, Any] | None:
         if not text:
             return None
         try:
             state = b64decode(text)
             plain = plain_rendezvous(state)
             self.nodes, self.waiting = frozenset(plain.participants), frozenset(plain.wait_list)
-        except Exception as error:  # whatever a stranger's bytes raise
-            raise RendezvousStateError("The agents' store holds something else than a rendezvous.") from error
+        except Exception as error:  # a stranger's bytes may raise anything
+            raise RendezvousStateError("The agents' store holds no state of a rendezvous.") from error
         return state, text
 
 
@@ -159,9 +160,9 @@ class _TooFewLeftError(RendezvousTimeoutError):
 
 
 class _Handler(DynamicRendezvousHandler):
-    """torch's dynamic rendezvous. Ends this node's ranks if another node is lost, or this one is cut off.
+    """torch's dynamic rendezvous, which ends this node's ranks if a node is lost or this one is cut off.
 
-    torch's agent itself would wait until they fail, and then give them half a minute.
+    torch's agent would wait until they fail, and then give them half a minute.
     """
 
     state: _State
@@ -174,17 +175,17 @@ class _Handler(DynamicRendezvousHandler):
         if (failure := _failure(self.last)) and failure.kind in FINAL:
             raise RendezvousClosedError
         try:
-            found = super().next_rendezvous()
+            info = super().next_rendezvous()
         except RendezvousTimeoutError as error:
             if self._joined:
                 raise _TooFewLeftError from error
             raise
         self._joined, self._missed = self.state.nodes, frozenset()
         self.last.write_text("", encoding="utf-8")
-        return found
+        return info
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to be taken in."""
+        """Return how many nodes wait to join."""
         try:
             waiting = super().num_nodes_waiting()
         except RendezvousError:
@@ -207,7 +208,7 @@ def _kill_ranks() -> None:
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return this node's handler; the store is served where the address is this host's and nobody serves it yet."""
+    """Return this node's handler; serve the store if the address is this host's and no other process serves it."""
     host, port = hosts.host_and_port(f"tcp://{parameters.endpoint}")
     patience_s = float(parameters.get("join_timeout"))
     try:
@@ -217,14 +218,14 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     options, store, run = str(parameters.get("options")), opened.keys.store, parameters.run_id
     if opened.keys.put("options", options) != options:
         raise RequestError(
-            f"{opened.where}: the agents of another job meet there, or of this one with other flags; give each job a "
-            "port of its own, and all nodes of a job the same command."
+            f"{opened.name}: the agents of another job meet there, or of this one with other flags; give each job a "
+            "separate port, and all nodes of a job the same command."
         )
     store.set_timeout(timedelta(seconds=2 * _COUNTED_OUT_S))
     state = _State(Keys(store, run, _COUNTED_OUT_S))
     handler: _Handler = _Handler.from_backend(
         *(run, store, state, parameters.min_nodes, parameters.max_nodes, parameters.local_addr),
-        # Enough to find out that a node is lost, and to wait for latecomers.
+        # Long enough to detect a lost node, and to wait for late ones.
         RendezvousTimeout(timedelta(seconds=max(patience_s, 2 * _COUNTED_OUT_S)), timedelta(seconds=_LAST_CALL_S)),
         *(_KEEP_ALIVE_S, _MISSED),
     )
@@ -233,13 +234,13 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _serve(payload: bytes, last: str) -> bytes | None:
-    """Run as a rank that torch's agent has started; return rank 0's pickled value. Does not return after a failure.
+    """Run as a rank that torch's agent has started; return rank 0's pickled value. After a failure, exit.
 
-    Leaves the failure in the file `last`, unless it is an echo of another rank's on this node.
+    Writes the failure to the file `last`, unless it is an echo of another rank's on this node.
     """
     end_with_parent()
-    entry, config = pickle.loads(payload)  # from our own parent
-    with rank.teller() as tell:
+    entry, config = pickle.loads(payload)  # from the parent
+    with rank.console() as print_failure:
         try:
             value = join.launch(entry, plan(_as_rank(config), os.environ), os.environ)
             return None if value is None else pickle.dumps(value)
@@ -248,52 +249,52 @@ def _serve(payload: bytes, last: str) -> bytes | None:
             restart, most = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
             if not failure.is_echo or _failure(Path(last)) is None:
                 Path(last).write_text(json.dumps(dataclasses.asdict(failure)), encoding="utf-8")
-            if restart < most and not failure.is_echo and failure.kind not in FINAL:  # the agent tells the last one
-                again = f"; the ranks start again (restart {restart + 1} of {most})."
-                tell(dataclasses.replace(failure, sentence=f"{failure.sentence.removesuffix('.')}{again}"))
+            if restart < most and not failure.is_echo and failure.kind not in FINAL:  # the agent reports the last one
+                notice = f"; the ranks start again (restart {restart + 1} of {most})."
+                print_failure(dataclasses.replace(failure, sentence=f"{failure.sentence.removesuffix('.')}{notice}"))
             output.flush()
             os._exit(error.exit_code)
 
 
 def _failure(last: Path) -> Failure | None:
-    """Return the failure that a rank of this node has left; None without one."""
+    """Return the failure that a rank of this node has written, or None."""
     text = last.read_text(encoding="utf-8")
     return Failure(**json.loads(text)) if text else None
 
 
-def _told(error: Exception, found: Failure | None, config: RunConfig) -> LockstepError:
-    """Return the error to raise for what ended this node's agent; `found` is the last failure of its ranks."""
-    parallel, hint = config.parallel, failures.resume_hint(config)
-    where, is_stopped = parallel.init_method, found is not None and found.kind == Stopped.__name__
-    if found is not None and is_stopped:  # and saved, after which the agent at which the nodes meet may be gone
-        return found.error()
+def _error_to_raise(error: Exception, failure: Failure | None, config: RunConfig) -> LockstepError:
+    """Return the error to raise after this node's agent ended with `error`; `failure` is the last one of its ranks."""
+    parallel, hint, url = config.parallel, failures.resume_hint(config), config.parallel.init_method
+    # After ranks have saved and stopped, the agent that serves the store may be gone.
+    if failure is not None and failure.kind == Stopped.__name__:
+        return failure.error()
     if isinstance(error, SignalException):
         return Stopped(f"This node was stopped; {hint}.")
     if isinstance(error, RendezvousConnectionError):
         return RunError(
-            f"{where}: the agent there, which all nodes need, has not answered {socket.gethostname()} for "
-            f"{_COUNTED_OUT_S} s: this node is cut off, or that one is down. The ranks here were ended, lest they "
-            "disturb those of nodes that go on; give the same command here again, and it is taken in."
+            f"{url}: the agent there, which all nodes need, has not answered {socket.gethostname()} for "
+            f"{_COUNTED_OUT_S} s: this node is cut off, or that one is down. The ranks here were ended, so that they "
+            "do not disturb the other nodes; start the same command here again, and this node rejoins."
         )
     if isinstance(error, LockstepError):  # of `stores`
         return error
     if isinstance(error, _TooFewLeftError):
-        return RunError(f"{where}: fewer than --nodes {parallel.nodes} are left, and no others came; {hint}.")
-    if found is not None:
-        return found.error()
+        return RunError(f"{url}: fewer than --nodes {parallel.nodes} are left, and no others came; {hint}.")
+    if failure is not None:
+        return failure.error()
     if isinstance(error, RendezvousTimeoutError):
-        host, _ = hosts.host_and_port(where)
+        host, _ = hosts.host_and_port(url)
         return RequestError(
-            f"{where}: fewer than --nodes {parallel.nodes} came within --timeout {parallel.timeout:g} s; start the "
-            f"same command on every node, with the same flags{hosts.caution(host)}."
+            f"{url}: fewer than --nodes {parallel.nodes} came within --timeout {parallel.timeout:g} s; start the same "
+            f"command on every node, with the same flags{hosts.caution(host)}."
         )
     if isinstance(error, ChildFailedError):
-        return RunError(f"The ranks of this node were ended without a word ({failures.one_line(error)}); {hint}.")
-    return RunError(f"{where}: the agents could not go on together ({failures.one_line(error)}); {hint}.")
+        return RunError(f"The ranks of this node ended without a report ({failures.one_line(error)}); {hint}.")
+    return RunError(f"{url}: the agents could not continue together ({failures.one_line(error)}); {hint}.")
 
 
 def _as_rank(config: RunConfig) -> RunConfig:
-    """Return the config of a rank that was started, which continues the run where its folder has a checkpoint."""
+    """Return the config of a started rank, which continues the run if its folder has a checkpoint."""
     parallel = dataclasses.replace(
         config.parallel, launcher="environment", nodes_asked="1", max_restarts=0, init_method=""
     )
@@ -303,7 +304,7 @@ def _as_rank(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's agent from logging what is told in one sentence."""
+    """Keep torch's agent from logging failures that lockstep reports."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

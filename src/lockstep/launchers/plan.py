@@ -1,7 +1,7 @@
-"""The launch plan: what will run where, resolved once from config and environment. No torch.
+"""The launch plan: launcher, strategy and processes, resolved once from config and environment. No torch.
 
-`auto` asks in this order: do flags say where ranks meet (manual)? Has a program started the ranks (environment)? Are
-lost ranks to be started again, or do nodes meet (elastic)? Are several processes needed (spawn)? Else it is inline.
+`auto` asks in this order: do flags set the rendezvous (manual)? Has a program started the ranks (environment)? Are lost
+ranks restarted, or do nodes meet (elastic)? Are several processes needed (spawn)? Otherwise it is inline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LaunchPlan:
     """A run's resolved config, and its processes on this node."""
 
     config: RunConfig
-    """With strategy, accelerator and launcher resolved from `auto`; under Ray, only the launcher."""
+    """With strategy, accelerator and launcher resolved from `auto`."""
     processes: int
     """The number of ranks on this node."""
     least_ranks: int
@@ -56,75 +56,75 @@ class LaunchPlan:
 
 
 def plan(config: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
-    """Return a run's plan from config and environment. By default this process's environment.
+    """Return a run's plan from config and environment, by default this process's.
 
-    Raises `RequestError` for contradictory flags, for strategies that cannot use the devices or ranks, for devices that
-    this machine lacks, and for nodes that cannot meet.
+    Raises `RequestError` for contradictory flags, for a strategy that cannot use the devices or ranks, for devices that
+    this machine lacks, and for nodes without a rendezvous.
     """
     env = os.environ if env is None else env
-    parallel, ranks = config.parallel, _known_ranks(config.parallel, env)
-    parallel = _resolved(parallel, ranks, env)
-    here = _devices(parallel, env) if parallel.process_per_device else 1
+    ranks = _least_ranks(config.parallel, env)
+    parallel = _resolved(config.parallel, ranks, env)
+    processes = _devices(parallel, env) if parallel.process_per_device else 1
     if parallel.launcher == "auto":
-        parallel = dataclasses.replace(parallel, launcher=_auto(parallel, here, env))
-    _check(parallel, here, env)
+        parallel = dataclasses.replace(parallel, launcher=_auto(parallel, processes, env))
+    _check(parallel, processes, env)
     starts_here = parallel.launcher in ("inline", "spawn", "elastic") and parallel.most_nodes == 1
-    least = max(here * parallel.nodes, ranks)
-    return LaunchPlan(dataclasses.replace(config, parallel=parallel), here, least, starts_here)
+    ranks = max(processes * parallel.nodes, ranks)
+    return LaunchPlan(dataclasses.replace(config, parallel=parallel), processes, ranks, starts_here)
 
 
-def _known_ranks(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
+def _least_ranks(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return the least world size that flags and environment imply, devices aside."""
     array = of_array(env) if parallel.world_size is None and parallel.has_rendezvous_url else None
     return max(parallel.nodes, parallel.world_size or 1, started_ranks(env), array[1] if array else 1)
 
 
-def _resolved(asked: ParallelConfig, ranks: int, env: Mapping[str, str]) -> ParallelConfig:
-    """Return `asked` with `auto` strategy and accelerator resolved."""
-    parallel = dataclasses.replace(asked, accelerator=_accelerator(asked, env))
-    devices, ranks = _devices(parallel, env), max(asked.most_nodes, ranks)
-    strategy = resolved(asked.strategy, several=max(devices, ranks) > 1)
-    parallel, chosen = dataclasses.replace(parallel, strategy=strategy), KINDS[strategy]
-    if ranks > 1 and not chosen.has_ranks:
+def _resolved(parallel: ParallelConfig, ranks: int, env: Mapping[str, str]) -> ParallelConfig:
+    """Return `parallel` with `auto` strategy and accelerator resolved."""
+    parallel = dataclasses.replace(parallel, accelerator=_accelerator(parallel, env))
+    devices, ranks = _devices(parallel, env), max(parallel.most_nodes, ranks)
+    strategy = resolved(parallel.strategy, several=max(devices, ranks) > 1)
+    parallel, kind = dataclasses.replace(parallel, strategy=strategy), KINDS[strategy]
+    if ranks > 1 and not kind.has_ranks:
         raise RequestError(
             f"--strategy {strategy} is one process, but --nodes, --world-size or the environment ask for {ranks} "
             f"ranks; take --strategy {with_ranks()}."
         )
-    if chosen.process_per_device:
+    if kind.process_per_device:
         return parallel
-    named = asked.devices or len(asked.gpu_indices)
-    if named > 1 and not chosen.drives_all:
+    requested = parallel.devices or len(parallel.gpu_indices)
+    if requested > 1 and not kind.drives_all:
         raise RequestError(
-            f"--strategy {strategy} uses one device, but {named} were asked for; take {with_several()}, or one device."
+            f"--strategy {strategy} uses one device, but {requested} were asked for; take {with_several()}, or one "
+            "device."
         )
-    return dataclasses.replace(parallel, devices=devices if chosen.drives_all else 1)
+    return dataclasses.replace(parallel, devices=devices if kind.drives_all else 1)
 
 
-def _accelerator(asked: ParallelConfig, env: Mapping[str, str]) -> str:
+def _accelerator(parallel: ParallelConfig, env: Mapping[str, str]) -> str:
     """Return cuda or cpu. Raises `RequestError` for GPUs that do not exist."""
-    if asked.accelerator == "cpu":
+    if parallel.accelerator == "cpu":
         return "cpu"
     gpus = len(visible(env))
     shown = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
-    if missing := [index for index in asked.gpu_indices if index >= gpus]:
-        instead = "counted from 0" if gpus else f"take --devices {len(asked.gpu_indices)} --accelerator cpu"
-        raise RequestError(f"--gpus {asked.gpus}: there is no GPU {missing[0]}; {shown}; {instead}.")
-    if asked.accelerator == "auto" and not gpus:
+    if missing := [index for index in parallel.gpu_indices if index >= gpus]:
+        instead = "counted from 0" if gpus else f"take --devices {len(parallel.gpu_indices)} --accelerator cpu"
+        raise RequestError(f"--gpus {parallel.gpus}: there is no GPU {missing[0]}; {shown}; {instead}.")
+    if parallel.accelerator == "auto" and not gpus:
         return "cpu"
-    if (asked.devices or 1) > gpus:
-        flag = f"--devices {asked.devices}" if gpus else "--accelerator cuda"
+    if (parallel.devices or 1) > gpus:
+        flag = f"--devices {parallel.devices}" if gpus else "--accelerator cuda"
         raise RequestError(f"{flag}: {shown}; see nvidia-smi and CUDA_VISIBLE_DEVICES, or take --accelerator cpu.")
     return "cuda"
 
 
 def _devices(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return this node's device count: --devices, --gpus, all GPUs, or 1 (CPU)."""
-    if asked := parallel.devices or len(parallel.gpu_indices):
-        return asked
-    return len(visible(env)) if parallel.accelerator == "cuda" else 1
+    default = len(visible(env)) if parallel.accelerator == "cuda" else 1
+    return parallel.devices or len(parallel.gpu_indices) or default
 
 
-def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
+def _auto(parallel: ParallelConfig, processes: int, env: Mapping[str, str]) -> str:
     by_hand = parallel.rank is not None or parallel.world_size is not None
     if parallel.has_rendezvous_url and (by_hand or parallel.most_nodes == 1):
         return "manual"
@@ -137,14 +137,14 @@ def _auto(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> str:
     check_started(env)
     if parallel.most_nodes > 1:
         raise RequestError(
-            f"--nodes {parallel.nodes_asked}: nothing says how they meet; give each the same --init-method "
+            f"--nodes {parallel.nodes_asked} needs a rendezvous; give each the same --init-method "
             f"tcp://HOST:PORT, HOST being one of them, or start them with torchrun --nnodes {parallel.nodes_asked}."
         )
-    return "spawn" if here > 1 else "inline"
+    return "spawn" if processes > 1 else "inline"
 
 
-def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
-    """Raise `RequestError` where flags or environment do not fit the launcher."""
+def _check(parallel: ParallelConfig, processes: int, env: Mapping[str, str]) -> None:
+    """Raise `RequestError` if flags or environment do not fit the launcher."""
     name, launcher = parallel.launcher, LAUNCHERS[parallel.launcher]
     flags = {
         "--init-method": parallel.init_method if parallel.has_rendezvous_url else None,
@@ -152,24 +152,25 @@ def _check(parallel: ParallelConfig, here: int, env: Mapping[str, str]) -> None:
         "--rank": parallel.rank,
         "--world-size": parallel.world_size,
     }
-    taken = () if launcher.on_several and parallel.most_nodes == 1 else launcher.takes
-    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None and flag not in taken]
-    started, several = started_ranks(env), counted(parallel.most_nodes, "node")
-    why = ""
+    accepted = () if launcher.on_several and parallel.most_nodes == 1 else launcher.takes
+    unused = [f"{flag} {value}" for flag, value in flags.items() if value is not None and flag not in accepted]
+    started, nodes = started_ranks(env), counted(parallel.most_nodes, "node")
+    problem = ""
     if started > 1 and (name == "inline" or not launcher.joins):
-        why = (
+        problem = (
             f"would begin anew: another program, such as torchrun, has started {started} ranks, of which this is one; "
             f"leave --launcher out, or, if left over: unset {' '.join(variables(env))}."
         )
-    elif given:
-        why = f"settles how ranks meet: {', '.join(given)} belongs to --launcher manual; drop it, or take that."
+    elif unused:
+        problem = f"sets the rendezvous itself: {', '.join(unused)} belongs to --launcher manual; drop one of them."
     elif name != "elastic" and parallel.max_restarts:
-        why = "starts ranks once: drop --max-restarts, take --launcher elastic, or give torchrun its own."
+        problem = "starts ranks once: drop --max-restarts, take --launcher elastic, or give torchrun its own."
     elif name == "manual" and parallel.nodes != parallel.most_nodes:
-        why = "keeps its nodes: give --nodes one number, or take --launcher elastic."
-    elif (name == "inline" and here > 1) or (name in ("inline", "spawn") and parallel.most_nodes > 1):
-        why = (
-            f"is one process, or one host's, but needs {here} on each of {several}; take --launcher auto, or torchrun."
+        problem = "keeps its nodes: give --nodes one number, or take --launcher elastic."
+    elif (name == "inline" and processes > 1) or (name in ("inline", "spawn") and parallel.most_nodes > 1):
+        problem = (
+            f"is one process, or one host's, but needs {processes} on each of {nodes}; take --launcher auto, or "
+            "torchrun."
         )
-    if why:
-        raise RequestError(f"--launcher {name} {why}")
+    if problem:
+        raise RequestError(f"--launcher {name} {problem}")

@@ -1,8 +1,7 @@
-"""A rank's process, from both ends of its pipe: its parent's, which has no torch, and its own.
+"""A rank's process, from both ends of its pipe: the parent's, without torch, and the rank's.
 
-No orphans: a rank ends with its parent, also where that is killed. On Linux the kernel kills the rank at once; a
-*guard*, a shell that waits on a pipe from the parent, kills the rank's process group, and so what the user's code has
-started.
+No orphans: a rank ends with its parent, even if that is killed. On Linux the kernel kills the rank at once. A *guard*,
+a shell that waits on a pipe from the parent, kills the rank's process group, with all processes of the user's code.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ UNGUARDED = 87
 """The exit code of a rank whose import of the user's script would have started ranks again."""
 _PR_SET_PDEATHSIG = 1
 _GUARD = 'groups=; while read -r pid; do groups="$groups -$pid"; done; [ -z "$groups" ] || kill -9 $groups 2>&-'
-_SAFE_PATH, _OURS = "PYTHONSAFEPATH", "lockstep"
+_SAFE_PATH, _MARK = "PYTHONSAFEPATH", "lockstep"
 
 
 @dataclass
@@ -69,15 +68,15 @@ class Worker:
 def packed(entry: Entry, config: RunConfig) -> bytes:
     """Pickle entry and config for other processes of this program.
 
-    A function that those cannot import, such as one of a notebook, is sent by value, by cloudpickle. Raises
-    `RequestError` where that is not installed, and for what cannot be sent.
+    cloudpickle sends a function that they cannot import, such as one of a notebook, by value. Raises `RequestError` if
+    that is not installed, or the function cannot be sent.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # a rank that imports the script which started it, and is told to start ranks in turn
-    called = getattr(entry, "function", entry)  # what an entry of ours calls
-    name = getattr(called, "__qualname__", str(called))
+        os._exit(UNGUARDED)  # a rank imports the script that started it, and that would start ranks again
+    function = getattr(entry, "function", entry)  # the user's, within an entry of lockstep
+    name = getattr(function, "__qualname__", str(function))
     try:
-        if _is_in_no_file() and getattr(called, "__module__", "") == "__main__":
+        if _is_in_no_file() and getattr(function, "__module__", "") == "__main__":
             raise TypeError("this program is in no file that they could read")
         return pickle.dumps((entry, config))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -88,35 +87,34 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
                 f"{name} cannot be run in other processes ({error}); define it at the top level of a module, or "
                 "pip install cloudpickle, which sends the functions of a notebook."
             ) from error
-        except Exception as other:
+        except Exception as cause:
             raise RequestError(
-                f"{name} cannot be sent to other processes ({failures.one_line(other)}); make what it uses within it."
-            ) from other
+                f"{name} cannot be sent to other processes ({failures.one_line(cause)}); make what it uses within it."
+            ) from cause
 
 
 def _by_value(value: Any) -> bytes:
     import cloudpickle
 
-    found: bytes = cloudpickle.dumps(value)
-    return found
+    return bytes(cloudpickle.dumps(value))
 
 
 def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
-        if "cloudpickle" not in sys.modules:  # by which the function came
+        if "cloudpickle" not in sys.modules:  # else it has sent the function
             raise
         return _by_value(value)
 
 
 def _is_in_no_file() -> bool:
-    """Return whether this program is typed in: a notebook, a prompt, `python -c`, or standard input."""
+    """Return whether this program is a notebook, a prompt, `python -c`, or standard input."""
     return str(getattr(sys.modules["__main__"], "__file__", "<")).startswith("<")
 
 
 def value_of(value: bytes) -> Any:
-    """Return what our own rank has sent. Raises `RunError` where it cannot be read here."""
+    """Return the value that a rank of this process has sent, or raise `RunError`."""
     try:
         return pickle.loads(value)
     except Exception as error:
@@ -128,53 +126,51 @@ def value_of(value: bytes) -> Any:
 def start(place: Topology, payload: bytes, endpoint: Endpoint, notes: dict[str, str]) -> Worker:
     """Start a rank's process.
 
-    SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. And Python's path is
-    safe: `python -c`, which
-    multiprocessing calls, would take a `pickle.py` of the current folder for Python's.
+    SIGINT is blocked: until the rank leads its own group, the terminal's Ctrl-C would reach it. Python's path is safe:
+    `python -c`, which multiprocessing calls, would import a `pickle.py` of the current folder.
     """
-    ours, theirs = multiprocessing.Pipe()
-    arguments = (place, payload, theirs, endpoint, notes)
+    pipe, child_pipe = multiprocessing.Pipe()
+    arguments = (place, payload, child_pipe, endpoint, notes)
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, name=f"rank-{place.rank}")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    method = multiprocessing.get_start_method(allow_none=True)  # which starting a child would settle for good
-    kept = os.environ.setdefault(_SAFE_PATH, _OURS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    method = multiprocessing.get_start_method(allow_none=True)  # otherwise starting a child would fix the method
+    safe_path = os.environ.setdefault(_SAFE_PATH, _MARK)
     main = vars(sys.modules["__main__"])
-    named = {"__file__": main.pop("__file__")} if _is_in_no_file() and "__file__" in main else {}  # else it is read
+    file = {"__file__": main.pop("__file__")} if _is_in_no_file() and "__file__" in main else {}  # else it is read
     try:
         process.start()
     finally:
-        main |= named
-        if kept == _OURS:
+        main |= file
+        if safe_path == _MARK:
             os.environ.pop(_SAFE_PATH)
         multiprocessing.set_start_method(method, force=True)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return Worker(place.rank, process, ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    child_pipe.close()
+    return Worker(place.rank, process, pipe)
 
 
-def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint, held: dict[str, str]) -> None:
+def _serve(place: Topology, payload: bytes, pipe: Connection, endpoint: Endpoint, texts: dict[str, str]) -> None:
     _settle()
     config = RunConfig()
 
     def write(name: str, text: str) -> None:
-        held[name] = text
+        texts[name] = text
         pipe.send((name, text))
 
-    notes = Notes(held.get, write)
     try:
-        entry, config = pickle.loads(payload)  # from our own parent, through a pipe that nobody else holds
-        rendezvous = endpoint.open(place.rank, config.parallel.timeout, notes)
-        with rank.met(config, os.environ, rendezvous, place, knows_node=True, tell=pipe.send) as seat:
-            value = seat.run(entry)
+        entry, config = pickle.loads(payload)  # from the parent, through a pipe that no other process holds
+        rendezvous = endpoint.open(place.rank, config.parallel.timeout, Notes(texts.get, write))
+        with rank.join(config, os.environ, rendezvous, place, knows_node=True, report=pipe.send) as joined_rank:
+            value = joined_rank.run(entry)
         try:
             report = _pickled(value)
-        except Exception as error:  # one that another start would not change
+        except Exception as error:  # a restart would fail in the same way
             raise RequestError(
                 f"What rank 0 returned cannot be sent ({failures.one_line(error)}); return plain values."
             ) from error
     except BaseException as error:
         pipe.send(failures.account(error, place.rank, config))
-        rank.vanish(error)
+        rank.exit_silently(error)
     pipe.send(report)
     if bounded.any_left():
         bounded.leave(0)
@@ -184,10 +180,10 @@ def _settle() -> None:
     """Undo multiprocessing's changes to a spawned process."""
     with contextlib.suppress(PermissionError):  # a leader already
         os.setsid()  # out of the terminal's foreground group: Ctrl-C reaches only the parent, which passes it on
-    # Without this, what the user's code starts, such as data workers, would be spawned because the rank itself was:
-    # seconds for each to import torch, and semaphores that are told as leaked when a rank is killed.
+    # A spawned process would spawn its children, such as data workers, too: each would import torch for seconds, and
+    # Python would warn of leaked semaphores when a rank is killed.
     multiprocessing.set_start_method(None, force=True)
-    if os.environ.get(_SAFE_PATH) == _OURS:  # the user's own programs are started as ever
+    if os.environ.get(_SAFE_PATH) == _MARK:  # not for programs of the user
         os.environ.pop(_SAFE_PATH)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     survive()  # as the command itself does
@@ -195,7 +191,7 @@ def _settle() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process with its parent thread (Linux alone)."""
+    """Have the kernel kill this process with its parent thread (Linux only)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -206,7 +202,7 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def guard() -> Iterator[Callable[[Worker], None]]:
-    """Yield a function that adds a rank to those whose process groups end with this process, however it ends."""
+    """Yield a function that adds a rank whose process group ends with this process."""
     with subprocess.Popen(["sh", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True) as shell:
         assert shell.stdin is not None
         lines = shell.stdin

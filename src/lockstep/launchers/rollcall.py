@@ -80,12 +80,12 @@ def take(rendezvous: Rendezvous, member: Member, timeout_s: float) -> tuple[Memb
         return members
     except ValueError as error:
         raise RequestError(
-            f"{rendezvous.where}: the text there is no roll call ({error}): another program writes to this store; give "
+            f"{rendezvous.name}: the text there is no roll call ({error}): another program writes to this store; give "
             "each job a separate rendezvous that no other program can reach."
         ) from error
     except RuntimeError as error:  # the store's own: its server has gone
         raise AbsentError(
-            f"{rendezvous.where}: the store went away during the roll call ({type(error).__name__}); rank 0, or the "
+            f"{rendezvous.name}: the store went away during the roll call ({type(error).__name__}); rank 0, or the "
             "agent that serves it, has ended: see its own message."
         ) from error
 
@@ -110,13 +110,13 @@ def _checked(rendezvous: Rendezvous, member: Member, timeout_s: float) -> tuple[
 
 
 def _gathered(rendezvous: Rendezvous, member: Member, timeout_s: float) -> tuple[Member, ...]:
-    keys, where, deadline = rendezvous.keys, rendezvous.where, time.monotonic() + timeout_s
+    keys, name, deadline = rendezvous.keys, rendezvous.name, time.monotonic() + timeout_s
     places, text = [f"member/{rank}" for rank in range(member.size)], json.dumps(asdict(member))
     if rendezvous.outlives:
         keys.write(places[member.rank], text)  # over that of an earlier start
     elif (holder := _member(keys.put(places[member.rank], text))).nonce != member.nonce:
         raise RequestError(
-            f"{where}: rank {member.rank} is claimed twice, by {holder} and by {member}; give each process its own "
+            f"{name}: rank {member.rank} is claimed twice, by {holder} and by {member}; give each process its own "
             "--rank, and each run a separate rendezvous."
         )
     while True:
@@ -126,7 +126,7 @@ def _gathered(rendezvous: Rendezvous, member: Member, timeout_s: float) -> tuple
             if [other.rank for other in members] != [*range(member.size)]:
                 raise ValueError("its members are not the ranks")
             if (holder := members[member.rank]).nonce != member.nonce:
-                raise AbsentError(f"{where}: {holder} of a later start is rank {member.rank} in place of {member}.")
+                raise AbsentError(f"{name}: {holder} of a later start is rank {member.rank} in place of {member}.")
             if not rendezvous.outlives:
                 return members
             awaited = [f"confirmed/{start_of(members)}/{rank}" for rank in range(member.size)]
@@ -139,7 +139,7 @@ def _gathered(rendezvous: Rendezvous, member: Member, timeout_s: float) -> tuple
             has_come = [bool(text) for text in keys.read_all(awaited)]
             absent = ranks_in_short(rank for rank in range(member.size) if not has_come[rank])
             raise AbsentError(
-                f"{where}: {sum(has_come)} of {member.size} ranks came within --timeout {timeout_s:g} s; missing: "
+                f"{name}: {sum(has_come)} of {member.size} ranks came within --timeout {timeout_s:g} s; missing: "
                 f"{absent}; start every rank, or raise --timeout{rendezvous.caution}."
             )
 
@@ -161,7 +161,7 @@ def place(members: Sequence[Member], member: Member) -> Topology:
 def sharing(members: Sequence[Member], member: Member) -> int:
     """Return how many ranks may run on a member's processors."""
     processors = [set(other.processors) for other in members if other.boot == member.boot]
-    return max(1, sum(not others.isdisjoint(member.processors) for others in processors))
+    return max(1, sum(not allowed.isdisjoint(member.processors) for allowed in processors))
 
 
 def interface(members: Sequence[Member], member: Member) -> str | None:

@@ -26,16 +26,16 @@ def launch(entry: Entry, config: RunConfig, env: Mapping[str, str] | None = None
     return run(entry, plan(config, env), env)
 
 
-def run(entry: Entry, planned: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
+def run(entry: Entry, launch_plan: LaunchPlan, env: Mapping[str, str] | None = None) -> Any | None:
     """Run `entry(config, world)` on a plan's ranks; return rank 0's value. None on other ranks."""
-    launcher = LAUNCHERS[planned.launcher]
+    launcher = LAUNCHERS[launch_plan.launcher]
     module = launcher.module
-    if launcher.on_several and planned.config.parallel.most_nodes > 1:
+    if launcher.on_several and launch_plan.config.parallel.most_nodes > 1:
         from .stores import import_torch
 
         import_torch()
         module = launcher.on_several
-    return import_module(module, __package__).launch(entry, planned, os.environ if env is None else env)
+    return import_module(module, __package__).launch(entry, launch_plan, os.environ if env is None else env)
 
 
 @contextlib.contextmanager
@@ -48,20 +48,20 @@ def joined(config: RunConfig, env: Mapping[str, str] | None = None) -> Iterator[
     from . import join
 
     env = os.environ if env is None else env
-    planned = joining(config, env)
-    with join.seat(planned.config, env) as seat, seat.world() as world:
-        yield planned.config, world
+    resolved = joining(config, env).config
+    with join.join(resolved, env) as joined_rank, joined_rank.world() as world:
+        yield resolved, world
 
 
 def joining(config: RunConfig, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan under which this running process is a rank."""
-    planned, asked = plan(config, env), config.parallel
-    if planned.launcher == "spawn" and asked.devices is None and not asked.gpus:
-        # `python train.py` on a machine with several GPUs has not asked for more processes than this one.
-        planned = plan(dataclasses.replace(config, parallel=dataclasses.replace(asked, devices=1)), env)
-    if not LAUNCHERS[planned.launcher].joins:
+    launch_plan, parallel = plan(config, env), config.parallel
+    if launch_plan.launcher == "spawn" and parallel.devices is None and not parallel.gpus:
+        # `python train.py` on a machine with several GPUs requests no process other than this one.
+        launch_plan = plan(dataclasses.replace(config, parallel=dataclasses.replace(parallel, devices=1)), env)
+    if not LAUNCHERS[launch_plan.launcher].joins:
         raise RequestError(
-            f"--launcher {planned.launcher} would start processes, and this script runs in one already: start it with "
-            "lockstep run [flags] SCRIPT."
+            f"--launcher {launch_plan.launcher} would start processes, and this script runs in one already: start it "
+            "with lockstep run [flags] SCRIPT."
         )
-    return planned
+    return launch_plan

@@ -1,8 +1,8 @@
-"""Where ranks meet: torch's store, opened in bounded time.
+"""The ranks' rendezvous: torch's store, opened in bounded time.
 
-memory     a file without a name, of the process that has started all ranks of its host: nobody else can open it
+memory     a nameless file of the process that started all ranks of its host; no other user can open it
 tcp://     rank 0 serves the store at that address alone; or an agent does, and then it outlives the ranks
-file://    holds rank 0's address; a file that a dead run has left is harmless
+file://    contains rank 0's address; a stale file of a dead run is harmless
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from .._torch import Store
 
 QUIET_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Read when torch is imported: its warnings, about strangers and lost peers, are told in our words."""
-PREFIX = "lockstep"  # parts our keys from those of others who use the same store
+"""Read when torch is imported: lockstep reports strangers and lost peers in its own words."""
+PREFIX = "lockstep"  # separates lockstep's keys from others in the same store
 WAIT = timedelta(seconds=60)
 """For a key that torch itself waits for."""
 _RETRY_S = 0.2
 _PROBE_S = 5.0
-_SILENCE_S = 30  # for a new connection to send its first bytes
 _FILE_BYTES = 1 << 12
-_WHY_NOT = {
+_REASONS = {
     errno.EADDRINUSE: "another process uses the port, such as a second rank 0; take another one on every rank",
     errno.EADDRNOTAVAIL: "the address is not one of this machine; give the address of the machine that rank 0 runs on",
     errno.EACCES: "ports below 1024 need privileges; take a higher one on every rank",
@@ -54,30 +53,21 @@ class Rendezvous:
     """An open store, and its name in messages."""
 
     keys: Keys
-    where: str
+    name: str
     """In the user's words: tcp://HOST:PORT, file:///PATH, or this host's memory."""
     hosted: bool = False
     """Whether this process serves the store, so that the others lose it when this process ends."""
     host: str = ""
-    """The host that serves the store, as the user or rank 0 names it."""
+    """The host that serves the store, by the user's or rank 0's name for it."""
     port: int = 0
     file: Path | None = None
     """The file that rank 0 removes at its end."""
     outlives: bool = False
-    """Whether an agent, or the process that has started the ranks, keeps the store: no rank serves it."""
+    """Whether an agent, or the process that started the ranks, keeps the store: no rank serves it."""
     notes: Notes = field(default_factory=Notes)
     """Notes that outlive this start of the ranks."""
     caution: str = ""
-    """Why other ranks may fail to come: a clause to end a sentence."""
-
-    def is_served(self) -> bool:
-        """Return whether the store still has a server. torch prints stacks without one."""
-        try:
-            if self.port and not self.hosted:
-                socket.create_connection((self.host, self.port), _PROBE_S).close()
-        except OSError:
-            return False
-        return True
+    """A clause on why other ranks may fail to come."""
 
 
 def import_torch() -> None:
@@ -88,108 +78,97 @@ def import_torch() -> None:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Path]:
-    """Hold an empty file in memory; yield its path. For this user's processes."""
+    """Hold an empty file in memory, for this user's processes; yield its path."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("lockstep-meeting")
+        descriptor = os.memfd_create("lockstep-rendezvous")
         try:
             yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
         finally:
             os.close(descriptor)
     else:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            (Path(folder) / "meeting").touch()
-            yield Path(folder) / "meeting"
+        with tempfile.NamedTemporaryFile(prefix="lockstep-") as file:
+            yield Path(file.name)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ranks' meeting place: a parent's memory, a file or an address. A lone rank has none."""
+    """The address of the ranks' store: a parent's memory, a file, or host and port. A lone rank has none."""
 
     memory: Path | None = None
     file: Path | None = None
     host: str = ""
     port: int = 0
     job: str = ""
-    """Of an agent, whose store may outlive a job."""
+    """Name of the job, at an agent whose store may outlive it."""
     served: bool = False
     """Whether an agent serves the store."""
 
     def open(self, rank: int, timeout_s: float, notes: Notes) -> Rendezvous:
-        """Open the store for a rank; `notes` are those of an earlier start."""
-        return dataclasses.replace(self._opened(rank, timeout_s), notes=notes)
-
-    def _opened(self, rank: int, timeout_s: float) -> Rendezvous:
-        if self.memory is not None:
-            return _in_memory(self.memory)
-        if self.file is not None:
-            return at_file(self.file, is_main=rank == 0, timeout_s=timeout_s, host=self.host)
-        if not self.host:
-            return _alone()
-        if rank == 0 and not self.served:
-            return serve(self.host, self.port)
-        return connect(self.host, self.port, timeout_s, job=self.job, served=self.served)
+        """Open the store for a rank, with the notes of an earlier start."""
+        if self.memory is not None or not (self.file or self.host):
+            rendezvous = _in_memory(self.memory)
+        elif self.file is not None:
+            rendezvous = at_file(self.file, is_main=rank == 0, timeout_s=timeout_s, host=self.host)
+        elif rank == 0 and not self.served:
+            rendezvous = serve(self.host, self.port)
+        else:
+            rendezvous = connect(self.host, self.port, timeout_s, job=self.job, served=self.served)
+        return dataclasses.replace(rendezvous, notes=notes)
 
 
-def _alone() -> Rendezvous:
-    from .._torch import HashStore
-
-    return Rendezvous(Keys(HashStore(), PREFIX), "this process", outlives=True)
-
-
-def _in_memory(path: Path) -> Rendezvous:
+def _in_memory(path: Path | None) -> Rendezvous:
     import_torch()
-    from .._torch import FileStore
+    from .._torch import FileStore, HashStore
 
-    return Rendezvous(Keys(FileStore(str(path), -1), PREFIX), "this host's memory", outlives=True)
+    store = FileStore(str(path), -1) if path else HashStore()
+    return Rendezvous(Keys(store, PREFIX), "this host's memory", outlives=True)
 
 
 def serve(host: str, port: int) -> Rendezvous:
     """Serve the store to the other ranks, on `host`'s address alone."""
-    where = hosts.url(host, port)
+    url = hosts.url(host, port)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
-        why = _WHY_NOT.get(error.errno or 0, error.strerror)
-        raise RequestError(f"{where}: this process cannot listen there: {why}.") from error
+        reason = _REASONS.get(error.errno or 0, error.strerror)
+        raise RequestError(f"{url}: this process cannot listen there: {reason}.") from error
     import_torch()
     from .._torch import TCPStore
 
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux then accepts no silent connection, such as a port scanner's
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENCE_S)
     address, port = listener.getsockname()[:2]
-    taken = listener.detach()
-    store = TCPStore(address, port, is_master=True, master_listen_fd=taken, wait_for_workers=False, timeout=WAIT)
-    return Rendezvous(Keys(store, PREFIX), where, hosted=True, host=address, port=port, caution=hosts.caution(host))
+    descriptor = listener.detach()
+    store = TCPStore(address, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False, timeout=WAIT)
+    return Rendezvous(Keys(store, PREFIX), url, hosted=True, host=address, port=port, caution=hosts.caution(host))
 
 
 def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bool = False) -> Rendezvous:
     """Open the store of rank 0, or of an agent if `served`.
 
-    `job` separates these ranks' keys from those of other jobs at the agent. Raises `AbsentError` where no such store
+    `job` separates these ranks' keys from those of other jobs at the agent. Raises `AbsentError` if no such store
     answers within `timeout_s`.
     """
     import_torch()
     from .._torch import TCPStore
 
-    where, deadline = hosts.url(host, port), time.monotonic() + timeout_s
-    if not served:  # an agent's is there: it has started this process
+    url, deadline = hosts.url(host, port), time.monotonic() + timeout_s
+    if not served:  # an agent's store exists before the process that it starts
         _await_listener(host, port, timeout_s)
     left_s = max(_PROBE_S, deadline - time.monotonic())
 
-    def attempt() -> Store:  # torch tries again where the store of a run that is just ending closes
+    def attempt() -> Store:  # torch retries when the store of a run that ends just now closes
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left_s))
 
     try:
         store = bounded.within(left_s + _PROBE_S, attempt, "store")
     except RuntimeError as error:
         raise AbsentError(
-            f"{where}: whoever listens there has not answered as the store of a rank 0 within --timeout {timeout_s:g} "
-            "s; was rank 0 stopped, or is another service using the port?"
+            f"{url}: no store of a rank 0 has answered there within --timeout {timeout_s:g} s; was rank 0 stopped, "
+            "or is another service using the port?"
         ) from error
     store.set_timeout(WAIT)
     keys = Keys(store, f"{PREFIX}/{job}" if job else PREFIX)
-    return Rendezvous(keys, where, host=host, port=port, outlives=served, caution=hosts.caution(host))
+    return Rendezvous(keys, url, host=host, port=port, outlives=served, caution=hosts.caution(host))
 
 
 def _await_listener(host: str, port: int, timeout_s: float) -> None:
@@ -212,37 +191,37 @@ def _await_listener(host: str, port: int, timeout_s: float) -> None:
 def at_file(path: Path, *, is_main: bool, timeout_s: float, host: str = "") -> Rendezvous:
     """Open rank 0's store by the address in the file at `path`.
 
-    Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError`
-    where the file is another's, cannot be written, or is in use by a run.
+    Rank 0 (`is_main`) serves it and listens at `host`, by default this host's first address. Raises `RequestError` if
+    the file is another's, cannot be written, or is in use by a run.
     """
-    where, deadline = f"file://{path}", time.monotonic() + timeout_s
+    url, deadline = f"file://{path}", time.monotonic() + timeout_s
     if not is_main:
-        while (rendezvous := _opened(path, deadline - time.monotonic())) is None:
+        while (rendezvous := _connect_by_file(path, deadline - time.monotonic())) is None:
             if time.monotonic() >= deadline:
                 raise AbsentError(
-                    f"{where}: rank 0 did not come there within --timeout {timeout_s:g} s; start every rank, or raise "
+                    f"{url}: rank 0 did not come there within --timeout {timeout_s:g} s; start every rank, or raise "
                     "--timeout."
                 )
             time.sleep(_RETRY_S)
-        return dataclasses.replace(rendezvous, where=where)
-    if _opened(path, _PROBE_S) is not None:
+        return dataclasses.replace(rendezvous, name=url)
+    if _connect_by_file(path, _PROBE_S) is not None:
         raise RequestError(
-            f"{where}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
-            "run its own meeting place."
+            f"{url}: rank 0 is claimed twice, or another run meets there; give each process its own --rank, and each "
+            "run its own file."
         )
-    nonce, own = secrets.token_hex(16), hosts.own_addresses(hosts.ANYWHERE)
-    rendezvous = serve(host or (own[0] if own else "127.0.0.1"), 0)
+    nonce, addresses = secrets.token_hex(16), hosts.own_addresses(hosts.ANYWHERE)
+    rendezvous = serve(host or next(iter(addresses), "127.0.0.1"), 0)
     rendezvous.keys.write("place", nonce)
-    told = json.dumps({PREFIX: nonce, "host": rendezvous.host, "port": rendezvous.port})
+    contents = json.dumps({PREFIX: nonce, "host": rendezvous.host, "port": rendezvous.port})
     try:
-        files.write_whole(path, told.encode(), private=True)
+        files.write_whole(path, contents.encode(), private=True)
     except OSError as error:
         raise _unusable(path, error) from error
-    return dataclasses.replace(rendezvous, where=where, file=path)
+    return dataclasses.replace(rendezvous, name=url, file=path)
 
 
-def _opened(path: Path, limit_s: float) -> Rendezvous | None:
-    """Return the store named in the file; None without an answer."""
+def _connect_by_file(path: Path, limit_s: float) -> Rendezvous | None:
+    """Return the store at the address in the file; None without an answer."""
     if (place := _read_place(path)) is None:
         return None
     with contextlib.suppress(RequestError, RuntimeError):
@@ -264,10 +243,10 @@ def _read_place(path: Path) -> dict[str, Any] | None:
             return None
         raise _unusable(path, error) from error
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        found: dict[str, Any] | None = files.parse_json(text) if text else None
-        if found is None or (isinstance(found["host"] + found[PREFIX], str) and 0 < found["port"] < 1 << 16):
-            return found
-    raise RequestError(f"{path} exists and is not a meeting place of ranks; give a path that does not exist yet.")
+        place: dict[str, Any] | None = files.parse_json(text) if text else None
+        if place is None or (isinstance(place["host"] + place[PREFIX], str) and 0 < place["port"] < 1 << 16):
+            return place
+    raise RequestError(f"{path} exists and is no rendezvous file of ranks; give a path that does not exist yet.")
 
 
 def _unusable(path: Path, error: OSError) -> RequestError:

@@ -20,8 +20,8 @@ WARNED_FROM_S = 300
 """Time limits shorter than this get no warning: Slurm sends it up to 60 s early, and starting takes its time."""
 _WARN_S = 90
 _IDLE_STARTS = 3
-_ASK_S = 60.0
-_COUNT = (r"[1-9][0-9]{0,8}", "a whole number from 1 up")
+_ANSWER_S = 60.0
+_COUNT = (r"[1-9][0-9]{0,8}", "an integer from 1 up")
 _WORD = (r"[\w.,:@%+=/-]+", "one word, without spaces and quotes")
 OPTIONS = {
     "--job-name": _WORD,
@@ -43,7 +43,7 @@ _WRITTEN = (
     *("--array", "-a", "--wrap", "--parsable", "--wait", "-W", "--test-only"),
 )
 """Options of sbatch that the script sets or excludes."""
-_SETTLED = ("gpus", "launcher", "rank", "world-size", "init-method", "max-restarts")
+_SET_BY_JOB = ("gpus", "launcher", "rank", "world-size", "init-method", "max-restarts")
 
 
 class Job(NamedTuple):
@@ -64,45 +64,45 @@ class Job(NamedTuple):
 
 
 def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig) -> Job:
-    """Lay out the run's tasks on the nodes. One a GPU, or one a node where a process drives all GPUs.
+    """Lay out the run's tasks on the nodes: one per GPU, or one per node if a process drives all GPUs.
 
-    Raises `RequestError` for malformed or contradictory options, and for flags that the job settles.
+    Raises `RequestError` for malformed or contradictory options, and for flags that the job sets.
     """
     for flag, value in options.items():
         form, words = OPTIONS[flag]
         require(bool(re.fullmatch(form, value)), f"{flag} {value}: give {words}.")
     for option in sbatch:
         _check_option(option)
-    given, untouched = flatten(config), flatten(RunConfig())
-    for flag in _SETTLED:
+    values, defaults = flatten(config), flatten(RunConfig())
+    for flag in _SET_BY_JOB:
         require(
-            given[flag] == untouched[flag],
-            f"--{flag} {given[flag]}: srun starts the ranks, once, and gives each its place; leave --{flag} out.",
+            values[flag] == defaults[flag],
+            f"--{flag} {values[flag]}: srun starts the ranks, once, and gives each its place; leave --{flag} out.",
         )
     nodes, gpus = int(options.get("--nodes", 1)), int(options.get("--gpus-per-node", "0").rpartition(":")[2])
-    asked, devices, accelerator = int(options.get("--ntasks-per-node", 0)), given["devices"], given["accelerator"]
-    strategy = resolved(given["strategy"], several=nodes * (gpus or asked or 1) > 1)
-    chosen, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
-    tasks = (gpus or asked or 1) if chosen.process_per_device else 1
-    require(nodes == 1 or chosen.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")
-    wrong_tasks = f"--ntasks-per-node {asked}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out."
-    require(asked in (0, tasks), wrong_tasks)
-    require(gpus <= tasks or chosen.drives_all, f"{with_gpus}: that uses one device; take another strategy.")
+    ntasks, devices, accelerator = int(options.get("--ntasks-per-node", 0)), values["devices"], values["accelerator"]
+    strategy = resolved(values["strategy"], several=nodes * (gpus or ntasks or 1) > 1)
+    kind, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
+    tasks = (gpus or ntasks or 1) if kind.process_per_device else 1
+    require(nodes == 1 or kind.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")
+    wrong_tasks = f"--ntasks-per-node {ntasks}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out."
+    require(ntasks in (0, tasks), wrong_tasks)
+    require(gpus <= tasks or kind.drives_all, f"{with_gpus}: that uses one device; take another strategy.")
     on_cpu = f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."
     require(not gpus or accelerator != "cpu", on_cpu)
     require(bool(gpus) or accelerator != "cuda", "--accelerator cuda: add --gpus-per-node N, or the job has no GPU.")
     require(
-        devices is None or not (chosen.process_per_device or (gpus and devices != gpus)),
+        devices is None or not (kind.process_per_device or (gpus and devices != gpus)),
         f"--devices {devices}: on Slurm that is --gpus-per-node {devices}, or --ntasks-per-node {devices} on CPUs.",
     )
-    each = (gpus or devices) if chosen.drives_all else None
+    task_devices = (gpus or devices) if kind.drives_all else None
     flags = ["--resume", "auto"]
     flags += ["--nodes", f"{nodes}"] if nodes > 1 else []
-    flags += ["--devices", f"{each}"] if each else []
-    # On a node without a working driver the run is then refused, and does not train on the CPU.
+    flags += ["--devices", f"{task_devices}"] if task_devices else []
+    # So that the run is refused on a node without a working driver, and does not train on the CPU.
     flags += ["--accelerator", "cuda"] if gpus else ["--accelerator", "cpu"] if accelerator == "cpu" else []
     options = {**options, "--nodes": f"{nodes}", "--ntasks-per-node": f"{tasks}"}
-    return Job(options, sbatch, strategy, nodes * tasks, each or 1, flags)
+    return Job(options, sbatch, strategy, nodes * tasks, task_devices or 1, flags)
 
 
 def _check_option(option: str) -> None:
@@ -110,15 +110,13 @@ def _check_option(option: str) -> None:
         option.startswith("-") and option.isprintable() and not re.search(r"\s-", option),
         f"--sbatch {option!r}: give one option of sbatch as it stands in a script, such as --sbatch=--exclusive.",
     )
-    # sbatch takes -o/x for -o /x, and --outp for --output; --gpus is an option besides --gpus-per-node.
-    given = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
-    meant = next((name for name in _WRITTEN if name.startswith(given) and given != "--gpus"), "")
-    instead = f"give {meant}" if meant in OPTIONS else "leave it out"
-    require(not meant, f"--sbatch {option}: the script settles {meant} by itself; {instead}.")
+    name = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]  # sbatch takes -o/x for -o /x
+    instead = f"give {name}" if name in OPTIONS else "leave it out"
+    require(name not in _WRITTEN, f"--sbatch {option}: the script sets {name}; {instead}.")
 
 
 def is_unwarned(options: Mapping[str, str]) -> bool:
-    """Return whether the time limit is too short for Slurm's warning. Such a run cannot save before the limit."""
+    """Return whether the time limit is too short for Slurm's warning, after which a run saves."""
     days, dash, clock = options.get("--time", "UNLIMITED").rpartition("-")
     if clock == "UNLIMITED":
         return False
@@ -131,9 +129,8 @@ def is_unwarned(options: Mapping[str, str]) -> bool:
 def render(job: Job, folder: Path, command: Sequence[str], script: Sequence[str]) -> str:
     """Return the sbatch script for a run.
 
-    `folder` is the run's absolute folder, `command` the command with its flags as given, and `script` a user's script
-    with its own flags, which follow those that the job settles. Raises `RequestError` for paths and words that cannot
-    stand in a script.
+    `folder` is the run's absolute folder, `command` the command with its flags, and `script` a user's script with its
+    flags, which follow those that the job sets. Raises `RequestError` for paths and words that a script cannot hold.
     """
     for path in (folder, Path.cwd()):
         require(
@@ -143,20 +140,20 @@ def render(job: Job, folder: Path, command: Sequence[str], script: Sequence[str]
         )
     for word in (*command, *script):
         require(word.isprintable(), f"{word!r} has a control character, which no script shows; leave it out.")
-    log = str(folder).replace("%", "%%")  # which begins a pattern there
+    log = str(folder).replace("%", "%%")  # % begins a pattern
     options = {**job.options, "--chdir": f'"{Path.cwd()}"', "--output": f'"{log}/slurm-%j.out"'}
     if not is_unwarned(options):
         options["--signal"] = f"USR1@{_WARN_S}"
-    processors = options.get("--cpus-per-task")  # which srun no longer takes from sbatch
+    processors = options.get("--cpus-per-task")  # srun no longer takes it from sbatch
     return _SCRIPT.format(
         about=f"{counted(job.ranks, 'rank')} on {counted(int(options['--nodes']), 'node')}, strategy {job.strategy}",
-        directives="\n".join(f"#SBATCH {each}" for each in (*map("=".join, options.items()), *job.sbatch)),
+        directives="\n".join(f"#SBATCH {option}" for option in (*map("=".join, options.items()), *job.sbatch)),
         folder=shlex.quote(str(folder)),
         name=NAME,
         idle_starts=_IDLE_STARTS,
         srun="srun --kill-on-bad-exit=1" + (f" --cpus-per-task={processors}" if processors else ""),
         command=shlex.join(command),
-        settled=shlex.join(["--output", str(folder), *job.flags, *script]),
+        job_flags=shlex.join(["--output", str(folder), *job.flags, *script]),
     )
 
 
@@ -164,10 +161,10 @@ def submit(script: Path) -> int:
     """Hand a script to sbatch; return the job's number. Raises `RequestError`, in sbatch's words, where it refuses."""
     words = ["sbatch", "--parsable", str(script)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise RunError(
-            f"sbatch gave no answer within {_ASK_S:g} s; squeue --me shows whether it has the job."
+            f"sbatch gave no answer within {_ANSWER_S:g} s; squeue --me shows whether it has the job."
         ) from error
     number = done.stdout.strip().partition(";")[0]
     if done.returncode or not number.isdecimal():
@@ -180,7 +177,7 @@ _SCRIPT = """\
 #!/bin/bash
 # Written by `lockstep submit slurm`: {about}. Submitted again with sbatch, it continues the run.
 {directives}
-# One log for all starts: Slurm may start the job again after a pre-emption, when a node was lost, and as asked below.
+# One log for all starts: Slurm restarts the job after a pre-emption, after the loss of a node, and as requested below.
 #SBATCH --open-mode=append
 #SBATCH --requeue
 
@@ -188,22 +185,22 @@ folder={folder}
 again="sbatch '$folder/{name}'"
 export PYTHONUNBUFFERED=1  # lines are in the log when they are printed
 
-# Slurm's warning (USR1) is for the ranks, which save, stop and exit with 75; this script has to outlive them.
+# Slurm's warning (USR1) is for the ranks, which save, stop and exit with 75; this script must outlive them.
 trap : TERM USR1
 
 # The step of the run's last checkpoint.
 saved() {{ name=$(basename "$(readlink "$folder/checkpoints/last")"); echo "${{name%%.*}}"; }}
 before=$(saved)
 
-# srun ends all ranks when one exits with an error (--kill-on-bad-exit). A rank that has saved and stopped (75), or that
-# was stopped before it could listen (138, 143), is none: it leaves a note instead, and the others can leave in order.
+# srun ends all ranks when one exits with an error (--kill-on-bad-exit). A rank that has saved and stopped (75), or was
+# stopped before it could handle the signal (138, 143), writes a note and exits with 0, so that the others end in order.
 note="$folder/.slurm-$SLURM_JOB_ID.stopped"
 rm -f "$note"
 rank='trap : TERM USR1; "$@"; code=$?; case $code in 75|138|143) touch "$0"; exit 0;; esac; exit $code'
 
 {srun} bash -c "$rank" "$note" \\
   {command} \\
-  {settled}
+  {job_flags}
 code=$?
 if [ $code != 0 ] || [ ! -e "$note" ]; then
   exit $code
@@ -217,7 +214,7 @@ if [ "$state" != RUNNING ]; then
   exit 75
 fi
 
-# A job that never comes as far as its next checkpoint does not requeue itself for ever.
+# A job that never reaches its next checkpoint does not requeue itself for ever.
 idle="$folder/.slurm-$SLURM_JOB_ID.idle"
 if [ "$(saved)" = "$before" ]; then echo "$before" >> "$idle"; else rm -f "$idle"; fi
 if [ -e "$idle" ] && [ "$(wc -l < "$idle")" -ge {idle_starts} ]; then

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 @contextmanager
 def having(variables: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables within the block; restore the former values afterwards."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
+    former = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
         for name in variables:
             os.environ.pop(name, None)
-        os.environ.update(before)
+        os.environ.update(former)
 
 
 def unset(variables: Mapping[str, str]) -> dict[str, str]:

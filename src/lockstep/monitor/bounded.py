@@ -1,7 +1,7 @@
-"""Calls that may never return, each in a thread of its own.
+"""Calls that may never return, each in a separate thread.
 
-Where such a thread returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process
-with exit code −6. So code that ends a process asks `any_left` first, and calls `leave`.
+If such a thread returns while the interpreter ends, Python ends it inside C++ code, which then aborts the process with
+exit code −6. So code that ends a process checks `any_left` first, and calls `leave`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Late(RuntimeError):
 
 
 class _Call(threading.Thread):
-    """A thread in a call that nothing can cut short."""
+    """A thread in a call that cannot be cancelled."""
 
 
 def within(limit_s: float, work: Callable[[], T], name: str) -> T:

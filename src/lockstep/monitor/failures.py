@@ -1,7 +1,7 @@
 """A failure as one sentence: which rank, where, why.
 
-Its trace goes to a file. When one rank fails, the others fail a moment later because they have lost it. Such an *echo*
-is known by torch's error for a lost peer: the first cause is reported, and an echo's trace is kept in the file alone.
+Its trace goes to a file. When one rank fails, the others fail a moment later because they have lost it. torch's error
+for a lost peer marks such an *echo*: the first cause is reported, and an echo's trace is in the file alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS: dict[str, type[LockstepError]] = {
     kind.__name__: kind for kind in (AbsentError, ProofError, RequestError, Stopped)
 }
 _RESUME = 'continue with --resume auto, or lockstep.session(…, resume="auto")'
-_ECHO_MARK = "(told by another rank first)"
+_ECHO_MARK = "(reported by another rank first)"
 _LONGEST_REASON = 400
 _LOCKSTEP = Path(__file__).parents[1]
 _RUNNERS = (f"{_LOCKSTEP}/", runpy.__file__, "<frozen runpy>")
@@ -34,7 +34,7 @@ _RUNNERS = (f"{_LOCKSTEP}/", runpy.__file__, "<frozen runpy>")
 _EXCHANGES = tuple(
     str(_LOCKSTEP / name) for name in ("monitor/", "nn/", "sessions/", "training/gradients.py", "world/")
 )
-"""Frames that say less than their caller's: they exchange for it."""
+"""Frames that exchange for their caller, whose line is reported instead."""
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
 # Classes by name: this module runs where torch is not imported. gloo raises plain RuntimeErrors, whose text begins with
@@ -66,10 +66,11 @@ class Failure:
 
     def error(self) -> LockstepError:
         """Return the error to raise for the user."""
-        known = _KINDS.get(self.kind)
-        # What lockstep raises on purpose is told by its sentence alone.
-        is_told = self.is_echo or self.kind == RunError.__name__
-        return known(self.sentence) if known else RunError(self.sentence, trace="" if is_told else self.trace)
+        if self.kind in _KINDS:
+            return _KINDS[self.kind](self.sentence)
+        # The sentence of an error that lockstep raises on purpose needs no trace.
+        is_clear = self.is_echo or self.kind == RunError.__name__
+        return RunError(self.sentence, trace="" if is_clear else self.trace)
 
 
 class RankLostError(RunError):
@@ -79,8 +80,8 @@ class RankLostError(RunError):
 def describe(error: BaseException, rank: int, hint: str = _RESUME) -> Failure:
     """Return the failure for `error` on `rank`.
 
-    lockstep's own errors keep their sentence; that of any other names the deepest frame of the user's code or ours.
-    `hint` says how to go on after an echo.
+    lockstep's own errors keep their sentence; that of any other error names the deepest frame of the user's code or of
+    lockstep. `hint` is the advice after an echo.
     """
     entered = below_runners(error.__traceback__)
     is_own = entered is not None and not is_library(entered.tb_frame.f_code.co_filename)
@@ -93,14 +94,14 @@ def describe(error: BaseException, rank: int, hint: str = _RESUME) -> Failure:
         return Failure(rank, kind, str(error), trace, is_echo=isinstance(error, RankLostError))
     if is_echo(error):
         text = _first_words(error)
-        found, peer = _LOST.search(text), _ADDRESS.search(text)
-        how = (found[0] if found else "") + (f" at {peer['host']}" if peer else "")
-        told = f"lost another rank while it waited for it in a collective ({how}): see that rank's own message"
-        return Failure(rank, kind, f"Rank {rank} {told}; {hint}.", trace, is_echo=True)
+        match, peer = _LOST.search(text), _ADDRESS.search(text)
+        reason = (match[0] if match else "") + (f" at {peer['host']}" if peer else "")
+        event = f"lost another rank while it waited for it in a collective ({reason}): see that rank's own message"
+        return Failure(rank, kind, f"Rank {rank} {event}; {hint}.", trace, is_echo=True)
     notes = "".join(f" ({_short(note)})" for note in getattr(error, "__notes__", ()))
-    # torch raises for a dead data worker wherever the rank is at that moment.
-    where = "" if "DataLoader worker (pid" in _words(error) else place(error)
-    return Failure(rank, kind, f"Rank {rank} failed{where}: {one_line(error)}{notes}", trace)
+    # torch raises for a dead data worker at the line that the rank happens to be in.
+    line = "" if "DataLoader worker (pid" in _words(error) else place(error)
+    return Failure(rank, kind, f"Rank {rank} failed{line}: {one_line(error)}{notes}", trace)
 
 
 def resume_hint(config: RunConfig) -> str:
@@ -128,18 +129,17 @@ def write(failure: Failure, folder: Path) -> None:
     """Write the failure with its trace to `folder`/rank_N.txt."""
     own_folder(folder)
     path = folder / f"rank_{failure.rank}.txt"
-    if failure.is_echo and path.exists() and _ECHO_MARK not in read(path).decode(errors="replace"):
-        return  # an earlier start's cause
-    marked = f"{_ECHO_MARK}\n" if failure.is_echo else ""
-    told = visible(f"{' '.join(failure.sentence.split())}\n{marked}\n{failure.trace}")
-    write_whole(path, told.encode(errors="backslashreplace"))  # again on the way out, while another rank reads it
+    if failure.is_echo and path.exists():
+        return  # an earlier start's cause stays
+    mark = f"{_ECHO_MARK}\n" if failure.is_echo else ""
+    text = visible(f"{' '.join(failure.sentence.split())}\n{mark}\n{failure.trace}")
+    write_whole(path, text.encode(errors="backslashreplace"))  # another rank may read it at this moment
 
 
 def cause_in(folder: Path, *, since_s: float) -> str:
-    """Return the sentence of the first non-echo failure in `folder`.
+    """Return the sentence of the first non-echo failure in `folder` since `since_s`, or "".
 
-    "" where none was written since `since_s` (seconds since the epoch). A rank writes its failure before it lets go of
-    the others, so that they find it where they share a disk.
+    A rank writes its failure before it leaves the others, so that they find it on a shared disk.
     """
     with contextlib.suppress(OSError):
         for time_s, path in sorted((path.stat().st_mtime, path) for path in folder.glob("rank_*.txt")):
@@ -152,7 +152,7 @@ def cause_in(folder: Path, *, since_s: float) -> str:
 def is_echo(error: BaseException) -> bool:
     """Return whether torch raises `error` on a rank that has lost another.
 
-    Other errors of the network's libraries, such as collectives that do not match, are causes.
+    Other errors of the same libraries, such as mismatched collectives, are causes.
     """
     text = _first_words(error)
     from_network = type(error).__name__ in _NETWORK_CLASSES or bool(_GLOO.search(text))
@@ -160,36 +160,37 @@ def is_echo(error: BaseException) -> bool:
 
 
 def place(error: BaseException) -> str:
-    """Return " at FILE:LINE" of `error`'s most telling frame, or ""."""
+    """Return " at FILE:LINE" of the innermost frame that is no machinery, or ""."""
     frames = [f"{frame.filename}:{frame.lineno or 0}" for frame in traceback.extract_tb(error.__traceback__)]
     # A DataLoader's worker sends its traceback as text within the message.
     frames += map(":".join, _WORKER_FRAME.findall(_words(error)))
-    own = [frame for frame in frames if not is_machinery(frame)] or frames
-    return f" at {own[-1]}" if own else ""
+    candidates = [frame for frame in frames if not is_machinery(frame)] or frames
+    return f" at {candidates[-1]}" if candidates else ""
 
 
 def users_place(error: BaseException) -> str:
-    """Return FILE:LINE of the innermost frame of the user's own code, or ""."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
-    own = [frame for frame in frames if not frame.filename.startswith(f"{_LOCKSTEP}/")]
-    return f"{shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
+    """Return FILE:LINE of the innermost frame of the user's code, or ""."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not is_library(frame.filename) and not frame.filename.startswith(f"{_LOCKSTEP}/"):
+            return f"{shown(Path(frame.filename))}:{frame.lineno}"
+    return ""
 
 
 def below_runners(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the first frame that is neither ours nor runpy's."""
+    """Return `trace` from the first frame that is neither lockstep's nor runpy's."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         trace = trace.tb_next
     return trace
 
 
 def is_library(file: str) -> bool:
-    """Return whether `file` is neither ours nor the user's."""
+    """Return whether `file` is neither lockstep's nor the user's."""
     is_foreign = file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
     return is_foreign and not file.startswith(f"{_LOCKSTEP}/")
 
 
 def is_machinery(file: str) -> bool:
-    """Return whether a frame of `file` says less than its caller's."""
+    """Return whether a frame of `file` works for its caller."""
     return is_library(file) or file.startswith(_EXCHANGES)
 
 
@@ -206,7 +207,7 @@ def one_line(error: BaseException) -> str:
 def _words(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a user's own error that cannot
+    except Exception:  # a user's error class may fail here
         return ""
 
 

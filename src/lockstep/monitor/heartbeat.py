@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 
 from .keys import Keys, parsed
 
-_LEFT = "left"  # the phase in the last beat of a rank that needs the others no more
-_MET = "the roll call"  # the phase of a rank without a beat
+_END = "end"  # the phase in the last beat of a rank that no longer needs the others
+_START = "the roll call"  # the phase of a rank without a beat
 _SENTENCE = "sentence"
-_READ_ALWAYS = 16  # ranks: to read more costs O(ranks²), and is left until something is wrong
+_READ_ALWAYS = 16  # ranks: reading more costs O(ranks²), and waits until a problem is likely
 _LOOK_S = 0.02
 
 
@@ -26,11 +26,11 @@ class Beat:
     step: int
     phase: str
     place: str = ""
-    """The line of the user's code, or of ours, that the main thread is in."""
+    """The line of the user's code, or of lockstep, that the main thread is in."""
     idle_s: float = 0.0
     """Seconds in this phase, by the rank's own clock."""
     number: int = 0
-    """Of this beat: rises no more where the process was stopped, died, or is cut off."""
+    """Number of this beat, which no longer rises if the process was stopped, died, or is cut off."""
     silent_s: float = 0.0
     """Seconds for which this has been the last beat, by the reader's clock."""
 
@@ -38,8 +38,8 @@ class Beat:
 class Heartbeats:
     """One rank's side of the exchange.
 
-    `opens()` connects to the store, which rank `server` serves if any does. A store that does not answer is asked
-    again the next time, over a new connection: a late answer would be taken for the next one's.
+    `opens()` connects to the store, which rank `server` serves, if any. After a request without an answer, the next one
+    uses a new connection: a late answer would be taken for that of the next request.
     """
 
     def __init__(self, opens: Callable[[], Keys], *, rank: int, size: int, server: int | None) -> None:
@@ -47,34 +47,34 @@ class Heartbeats:
         self._keys: Keys | None = None
         self._read_s = self._answered_s = time.monotonic()
         self._number = 0
-        self._heard = {other: (Beat(0, 0, _MET), self._read_s) for other in range(size) if other != rank}
+        self._heard = {other: (Beat(0, 0, _START), self._read_s) for other in range(size) if other != rank}
 
-    def exchange(self, own: Beat, *, urgent: bool) -> str:
-        """Exchange beats; return the sentence that ends all ranks, or "".
+    def exchange(self, beat: Beat, *, urgent: bool) -> str | None:
+        """Exchange beats; return the sentence that ends all ranks, or "". None if the store does not answer.
 
         Beats of more than 16 ranks are read only if `urgent`.
         """
         try:
-            self._send(own)
+            self._send(beat)
             if urgent or len(self._heard) < _READ_ALWAYS:
                 self._read()
             sentence = self._store().read(_SENTENCE)
-        except (RuntimeError, ValueError):  # a beat that a stranger has overwritten, too
+        except (RuntimeError, ValueError):  # ValueError: a stranger has overwritten a beat
             self._keys = None
-            return ""
+            return None
         self._answered_s = time.monotonic()
         return sentence
 
-    def seen(self, own: Beat) -> dict[int, Beat]:
-        """Return the last beat of each rank that has not left."""
-        # While the store does not answer, nothing is known of others than its server.
+    def seen(self, beat: Beat) -> dict[int, Beat]:
+        """Return the last beat of each rank that has not left, with this rank's `beat`."""
+        # A store that does not answer shows that its server is silent, and nothing about the other ranks.
         unanswered = {self._server: max(0.0, time.monotonic() - self._answered_s)}
-        others = {
-            rank: replace(beat, silent_s=max(0.0, self._read_s - since_s) + unanswered.get(rank, 0.0))
-            for rank, (beat, since_s) in dict(self._heard).items()
-            if beat.phase != _LEFT
+        beats = {
+            rank: replace(last, silent_s=max(0.0, self._read_s - since_s) + unanswered.get(rank, 0.0))
+            for rank, (last, since_s) in dict(self._heard).items()
+            if last.phase != _END
         }
-        return {**others, self._rank: own}
+        return {**beats, self._rank: beat}
 
     def agree(self, sentence: str) -> str:
         """Publish `sentence`; return the sentence that was published first."""
@@ -82,14 +82,14 @@ class Heartbeats:
             return self._store().put(_SENTENCE, sentence) or sentence
         return sentence
 
-    def leave(self, own: Beat, limit_s: float) -> None:
+    def leave(self, beat: Beat, limit_s: float) -> None:
         """Send the last beat. The store's server waits for the last beats of all others."""
         until_s = time.monotonic() + limit_s
         with contextlib.suppress(RuntimeError):
-            self._send(replace(own, phase=_LEFT))
+            self._send(replace(beat, phase=_END))
             while self._rank == self._server and time.monotonic() < until_s:
                 self._read()
-                if all(beat.phase == _LEFT for beat, _ in self._heard.values()):
+                if all(last.phase == _END for last, _ in self._heard.values()):
                     break
                 time.sleep(_LOOK_S)
 
@@ -97,9 +97,9 @@ class Heartbeats:
         self._keys = self._keys or self._opens()
         return self._keys
 
-    def _send(self, own: Beat) -> None:
+    def _send(self, beat: Beat) -> None:
         self._number += 1
-        self._store().write(f"beat/{self._rank}", json.dumps(asdict(replace(own, number=self._number))))
+        self._store().write(f"beat/{self._rank}", json.dumps(asdict(replace(beat, number=self._number))))
 
     def _read(self) -> None:
         texts = self._store().read_all([f"beat/{rank}" for rank in self._heard])

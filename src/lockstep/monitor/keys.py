@@ -1,7 +1,7 @@
-"""Texts in torch's store, asked for in bounded time.
+"""Texts in torch's store, read and written in bounded time.
 
-torch's stores know no passwords: any program that reaches the port reads and writes. So a text is never code, a command
-or a path; whoever reads one expects anything, and a stranger can end a job and no more.
+torch's stores have no passwords: any program that reaches the port reads and writes. So a text is never code, a command
+or a path; a reader checks it, and a stranger can end a job and no more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Unanswered(RuntimeError):
 class Keys:
     """Texts under a prefix of a store.
 
-    torch's client waits for its server without end, so that each request has a thread, which is left behind after
-    `limit_s` seconds; later requests are refused. Raises `Unanswered`, or what torch raises (RuntimeError).
+    torch's client waits for its server without end, so that each request has a thread, which is abandoned after
+    `limit_s` seconds; later requests are refused. Raises `Unanswered`, or an error of torch (RuntimeError).
     """
 
     def __init__(self, store: Store, prefix: str, limit_s: float = _ANSWER_S) -> None:
@@ -41,12 +41,12 @@ class Keys:
     def clone(self, name: str = "", limit_s: float = _ANSWER_S) -> Keys:
         """Return the texts whose keys begin with `name`, over a new connection.
 
-        Works also where the present connection got no answer: a server that was stopped may go on.
+        Works even if this connection got no answer: a server that was stopped may continue.
         """
         prefix = f"{self._prefix}/{name}" if name else self._prefix
         try:
             if host := getattr(self.store, "host", ""):
-                # torch holds Python's lock while it connects: for half a minute, where that host is cut off.
+                # torch holds Python's lock while it connects, for half a minute if that host is cut off.
                 socket.create_connection((host, self.store.port), limit_s).close()  # type: ignore[attr-defined]
             return Keys(bounded.within(self._limit_s, self.store.clone, "store"), prefix, limit_s)
         except (bounded.Late, OSError) as error:
@@ -73,7 +73,7 @@ class Keys:
         self.store.set_timeout(limit)
 
         def request() -> list[bytes]:
-            if len(places) > 1:  # some stores wait for each key in turn, each time for so long
+            if len(places) > 1:  # multi_get of some stores waits for each key in turn, each time for so long
                 self.store.wait(places, limit)
             return self.store.multi_get(places)
 
@@ -114,21 +114,21 @@ class Keys:
 def parsed(kind: type[T], text: str) -> T:
     """Return the flat dataclass that `text` holds as JSON. Ignores unknown fields, as of another version.
 
-    Raises ValueError for anything else, such as what a stranger has written.
+    Raises ValueError for any other text, such as a stranger's.
     """
     values, fields = parse_json(text), get_type_hints(kind)
     if not isinstance(values, dict):
         raise ValueError("it holds no fields")
-    known = {
+    arguments = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in fields
     }
-    for name, value in known.items():
+    for name, value in arguments.items():
         kind_of = get_origin(fields[name]) or fields[name]
         is_meant = type(value) is kind_of or (kind_of, type(value)) == (float, int)
         if not is_meant or (kind_of is tuple and {*map(type, value)} - {*get_args(fields[name])}):
             raise ValueError(f"its {name} is of another type")
     try:
-        return kind(**known)
+        return kind(**arguments)
     except TypeError as error:
         raise ValueError("it lacks a field") from error
 
@@ -137,5 +137,5 @@ def _data(text: str) -> Any:
     return text.encode(errors="replace")  # a file's name may be no text; torch takes bytes where it says str
 
 
-def _text(found: bytes) -> str:
-    return found.decode(errors="replace")
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")

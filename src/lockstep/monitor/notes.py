@@ -9,7 +9,7 @@ FOLDER = "folder"
 
 @dataclass(frozen=True)
 class Notes:
-    """Functions that read (None for none) and write notes. By default no note is kept."""
+    """Functions that read (None if absent) and write notes. By default no note is kept."""
 
     read: Callable[[str], str | None] = lambda name: None
     write: Callable[[str, str], None] = lambda name, text: None

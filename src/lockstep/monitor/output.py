@@ -1,7 +1,7 @@
 """One output file per rank; rank 0 also prints.
 
-On the other ranks, descriptors 1 and 2 point to the file, which so has C code's output too. On rank 0, Python's output
-goes to the console and to the file, C code's to the console.
+On the other ranks, descriptors 1 and 2 point to the file, which therefore has C code's output too. On rank 0, Python's
+output goes to the console and to the file, C code's to the console.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import IO, Any
 
 from ..files import own_folder, unlinked
 from ..printable import told
-from .tracebacks import ASKED
+from .tracebacks import REQUEST
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _REDRAWS = re.compile(r"\x1b\[\??[0-9;]*[ABFGHJKhl]")
-"""Moves of a terminal's cursor, by which progress bars are drawn over."""
+"""Moves of a terminal's cursor, with which progress bars redraw."""
 _SHOW_CURSOR = "\x1b[?25h"
 _BAR = "━"  # of rich's bars, the first of which moves no cursor
 
@@ -32,8 +32,8 @@ _BAR = "━"  # of rich's bars, the first of which moves no cursor
 def kept(path: Path, *, shown: bool) -> Iterator[None]:
     """Append this process's output to a file; with `shown`, print it too.
 
-    With `shown`, the file has no progress bars. It has stacks after a crash in C code, and where `ASKED` comes. Where
-    the file cannot be written, the console has everything.
+    With `shown`, the file has no progress bars. It has stacks after a crash in C code and after the signal `REQUEST`.
+    If the file cannot be written, the console has everything.
     """
     try:
         own_folder(path.parent)
@@ -41,17 +41,17 @@ def kept(path: Path, *, shown: bool) -> Iterator[None]:
     except OSError:
         yield
         return
-    with contextlib.ExitStack() as left:
-        left.callback(_close, file)
-        if not faulthandler.is_enabled():  # else the user has crashes elsewhere
+    with contextlib.ExitStack() as stack:
+        stack.callback(_close, file)
+        if not faulthandler.is_enabled():  # else the user's program receives the stacks
             faulthandler.enable(file)
-            left.callback(faulthandler.disable)
-        if signal.getsignal(ASKED) is signal.SIG_DFL:
-            faulthandler.register(ASKED, file=file, all_threads=False)
-            left.callback(faulthandler.unregister, ASKED)
+            stack.callback(faulthandler.disable)
+        if signal.getsignal(REQUEST) is signal.SIG_DFL:
+            faulthandler.register(REQUEST, file=file, all_threads=False)
+            stack.callback(faulthandler.unregister, REQUEST)
         if not shown:
-            left.enter_context(_diverted(file))
-        left.enter_context(_streams(file if shown else None))
+            stack.enter_context(_diverted(file))
+        stack.enter_context(_streams(file if shown else None))
         yield
 
 
@@ -61,7 +61,7 @@ def say(sentence: str, descriptor: int | None = None, *, begin: str = "") -> Non
     with contextlib.suppress(OSError, ValueError, AttributeError):
         number = sys.stderr.fileno() if descriptor is None else descriptor
     with contextlib.suppress(OSError):
-        cursor = _SHOW_CURSOR if os.isatty(number) else ""  # which a progress bar may have hidden
+        cursor = _SHOW_CURSOR if os.isatty(number) else ""  # a progress bar may have hidden it
         os.write(number, f"{cursor}{begin}{told(sentence)}".encode(errors="replace"))
 
 
@@ -80,7 +80,7 @@ def flush() -> None:
 
 
 def _close(file: IO[str]) -> None:
-    with contextlib.suppress(OSError):  # what a full disk has not taken until now
+    with contextlib.suppress(OSError):  # a full disk may refuse buffered text
         file.close()
 
 
@@ -97,25 +97,25 @@ def _diverted(file: IO[str]) -> Iterator[None]:
         yield
     finally:
         flush()
-        for number, kept in saved.items():
-            os.dup2(kept, number)
-            os.close(kept)
+        for number, descriptor in saved.items():
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _streams(file: IO[str] | None) -> Iterator[None]:
     """Copy Python's streams to `file`; ignore full disks and closed pipes."""
-    before = sys.stdout, sys.stderr
+    originals = sys.stdout, sys.stderr
     flush()
-    replaced = [None if stream is None else _Stream(stream, file) for stream in before]
-    sys.stdout, sys.stderr = replaced
+    copies = [None if stream is None else _Stream(stream, file) for stream in originals]
+    sys.stdout, sys.stderr = copies
     try:
         yield
     finally:
         flush()
-        sys.stdout, sys.stderr = before
-        for stream in filter(None, replaced):
-            stream.file = None  # a logger that was set up within the block may hold on to it
+        sys.stdout, sys.stderr = originals
+        for stream in filter(None, copies):
+            stream.file = None  # a logger that was set up within the block may keep the stream
 
 
 class _Stream:
@@ -127,7 +127,7 @@ class _Stream:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
             if self.file is not None:
-                self.file.write(_lasting(text))
+                self.file.write(_plain(text))
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
@@ -140,7 +140,7 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-def _lasting(text: str) -> str:
+def _plain(text: str) -> str:
     """Return text without colours and progress bars."""
     plain = _COLOURS.sub("", text)
     if not _REDRAWS.search(plain) and _BAR not in plain:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SETUP = "setup"
-"""The phase of a rank that prepares (reads data, makes the model): it may last, and others wait for it."""
+"""The phase of a rank that prepares (reads data, makes the model), which may take long while others wait."""
 EXCHANGES = ("all-reduce", "all-gather", "broadcast", "barrier")
 """The phases of the collectives of a `World`."""
 
@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.phase = ""
-        """data, forward, backward, all-reduce, step, eval, save, and others; "" while nobody reports."""
+        """data, forward, backward, all-reduce, step, eval, save, …; "" before the first phase."""
         self.step = 0
         """Optimizer steps made."""
         self.count = 0
@@ -41,11 +41,11 @@ class Progress:
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Be in `phase` within the block; after an error, stay in it."""
-        before = self.phase
+        outer = self.phase
         self.enter(phase)
         try:
             yield
         except GeneratorExit:  # the caller has left a loop before its end
-            self.enter(before)
+            self.enter(outer)
             raise
-        self.enter(before)
+        self.enter(outer)

@@ -1,6 +1,6 @@
 """Stacks of this process, and of others of this host.
 
-Others write theirs by faulthandler when a signal asks for it, even while they hang in C code that holds Python's lock.
+Other processes write theirs by faulthandler on a signal, even while they hang in C code that holds Python's lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-ASKED = signal.SIGUSR2
+REQUEST = signal.SIGUSR2
 """Makes a rank and its data workers write their stacks to the rank's output file (see `output.kept`)."""
 _WRITES_S = 0.1
 
@@ -31,12 +31,12 @@ def of_all() -> str:
     )
 
 
-def ask(processes: Iterable[int | None]) -> None:
-    """Have the processes that catch `ASKED` write their stacks (Linux alone)."""
-    # One after the other: a stack is written in many pieces, between which others' would come.
-    for each in [each for each in processes if each is not None and _catches(each)]:
+def request(processes: Iterable[int | None]) -> None:
+    """Have the processes that catch `REQUEST` write their stacks (Linux only)."""
+    # One after the other: a stack is written in many pieces, which would mix with those of others.
+    for process in [process for process in processes if process is not None and _catches(process)]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(each, ASKED)
+            os.kill(process, REQUEST)
             time.sleep(_WRITES_S)
 
 
@@ -44,5 +44,5 @@ def _catches(process: int) -> bool:
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace")
         caught = re.search(r"SigCgt:\s*(\w+)", status)
-        return caught is not None and bool(int(caught[1], 16) >> (ASKED - 1) & 1)
+        return caught is not None and bool(int(caught[1], 16) >> (REQUEST - 1) & 1)
     return False
