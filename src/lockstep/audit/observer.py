@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -396,12 +397,10 @@ def _mapped(join: Any, batches: list[Any]) -> Any:
 def _users_place() -> str:
     from ..monitor.failures import is_library
 
-    frame: Any = sys._getframe()
-    while frame is not None:
+    for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if not is_library(file) and "/lockstep/audit/" not in file:
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(file).name}:{line}"
     return ""
 
 

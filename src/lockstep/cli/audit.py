@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..audit import start
 from ..errors import ProofError, RequestError, RunError
 from ..files import write_json, write_whole
 from ..printable import visible
@@ -39,7 +35,6 @@ process would train, and what makes them differ.
 Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
 """
 _OWN = dict.fromkeys(("--devices", "--steps", "--output"), str)
-_STARTUP = Path(__file__).parents[1] / "audit" / "startup"
 
 
 def main(given: list[str]) -> int:
@@ -50,8 +45,10 @@ def main(given: list[str]) -> int:
     if rest:
         raise RequestError(f"lockstep audit has no flag {rest[0]}; flags of the script follow it.")
     command = script[1:] if at is not None else script
-    if not command or (at is None and not Path(command[0]).is_file()):
+    if not command:
         raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
+    if at is None and not Path(command[0]).is_file():
+        raise RequestError(f"{command[0]} is not there; give the path of a script, or -- and a command.")
     ranks, steps = (_whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3)))
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
@@ -60,14 +57,14 @@ def main(given: list[str]) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         folder = Path(name)
-        has_ended_well = _start("record", command, folder, steps)
+        has_ended_well = start.run("record", command, folder, steps)
         if not [*folder.glob("rank*/window*.pt")]:
             if has_ended_well:
                 raise RequestError(
                     f"{about} cannot be judged: no optimizer has stepped after a DataLoader's batch and a model's call."
                 )
             raise _failed(folder / "record.txt", f"{about} failed by itself")
-        if not _start("replay", command, folder, steps) and not [*folder.glob("replay *.pt")]:
+        if not start.run("replay", command, folder, steps) and not [*folder.glob("replay *.pt")]:
             raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
         from ..audit.judge import judge  # late: it imports torch
 
@@ -92,22 +89,6 @@ def _whole(own: Mapping[str, str], name: str, usual: int) -> int:
     if not text.isdecimal() or not int(text):
         raise RequestError(f"{name} {text}: give a whole number from 1 up.")
     return int(text)
-
-
-def _start(mode: str, command: Sequence[str], folder: Path, steps: int) -> bool:
-    """Run the command under the observer; return whether it ended well. Its output goes to a file in `folder`."""
-    from ..audit import VARIABLE
-
-    path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
-    asked = json.dumps({"mode": mode, "folder": str(folder), "steps": steps})
-    env = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: asked, "PYTHONPATH": path}
-    with (folder / f"{mode}.txt").open("wb") as file:  # a folder that was made this moment
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            return process.wait() == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # what the command has started, too
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
