@@ -22,6 +22,7 @@ VERBS = {
     "train": "train a model: lockstep train RECIPE [flags]",
     "run": "run your own script on every device: lockstep run [flags] SCRIPT [its flags]",
     "eval": "evaluate a checkpoint: lockstep eval RUN [flags]",
+    "audit": "judge any training script: lockstep audit --devices 2 SCRIPT [its flags]",
     "verify": "compare gradients and curves with one process: lockstep verify WHAT",
     "compare": "compare methods on this machine: lockstep compare RECIPE [--vary OPTION=VALUES]",
     "forecast": "predict more devices: lockstep forecast RECIPE --devices 1:64 --network 100GbE",

@@ -1,0 +1,120 @@
+"""`lockstep audit [--devices N] SCRIPT [its flags]`: whether N ranks train one process's model."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..audit import start
+from ..errors import ProofError, RequestError, RunError
+from ..files import write_json, write_whole
+from ..printable import visible
+from ..screen import Screen
+from . import flags, output, run
+
+if TYPE_CHECKING:
+    from ..audit.judge import Verdict
+
+USAGE = """\
+usage: lockstep audit [--devices N] [--steps K] [--output FOLDER] SCRIPT [its own flags]
+       lockstep audit [--steps K] [--output FOLDER] -- COMMAND      one that starts the ranks, such as accelerate launch
+
+Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps; then in one process, on
+the ranks' samples, random draws and weights, and compares the gradients. Says whether N ranks train the model that one
+process would train, and what makes them differ.
+
+  --devices N       ranks (default: 2)
+  --steps K         optimizer steps (default: 3)
+  --output FOLDER   also write audit.md and audit.json there
+
+Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
+"""
+_OWN = dict.fromkeys(("--devices", "--steps", "--output"), str)
+
+
+def main(given: list[str]) -> int:
+    """Audit a script; return 0 where it is sound. Raises `ProofError` where it is not."""
+    at = given.index("--") if "--" in given else None
+    ours, script = run.split(given) if at is None else (given[:at], given[at:])
+    own, rest = flags.take(ours, _OWN, prog="lockstep audit")
+    if rest:
+        raise RequestError(f"lockstep audit has no flag {rest[0]}; flags of the script follow it.")
+    command = script[1:] if at is not None else script
+    if not command:
+        raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
+    if at is None and not Path(command[0]).is_file():
+        raise RequestError(f"{command[0]} is not there; give the path of a script, or -- and a command.")
+    ranks, steps = (_whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3)))
+    if ranks < 2:
+        raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
+    about = shlex.join(command)
+    if at is None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
+        folder = Path(name)
+        has_ended_well = start.run("record", command, folder, steps)
+        if not [*folder.glob("rank*/window*.pt")]:
+            if has_ended_well:
+                raise RequestError(
+                    f"{about} cannot be judged: no optimizer has stepped after a DataLoader's batch and a model's call."
+                )
+            raise _failed(folder / "record.txt", f"{about} failed by itself")
+        if not start.run("replay", command, folder, steps) and not [*folder.glob("replay *.pt")]:
+            raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
+        from ..audit.judge import judge  # late: it imports torch
+
+        try:
+            verdict = judge(folder)
+        except ValueError as error:
+            raise RequestError(f"{about} cannot be judged: {error}.") from error
+    _print(verdict, about, Path(own["--output"]) if "--output" in own else None)
+    if not verdict.is_sound:
+        raise ProofError(f"{verdict.ranks} ranks of {about} do not train the model that one process would train.")
+    return 0
+
+
+def _failed(output: Path, sentence: str) -> RunError:
+    """Print what the command has written; return the error."""
+    sys.stderr.write(visible(output.read_text(errors="replace")))
+    return RunError(f"{sentence}: its own message is above.")
+
+
+def _whole(own: Mapping[str, str], name: str, usual: int) -> int:
+    text = own.get(name, f"{usual}")
+    if not text.isdecimal() or not int(text):
+        raise RequestError(f"{name} {text}: give a whole number from 1 up.")
+    return int(text)
+
+
+def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
+    about = f"{command}: {verdict.steps} steps on {verdict.ranks} ranks against one process"
+    lines = [f"{'by design' if each.by_design else 'FAULT'}: {each.sentence}" for each in verdict.findings]
+    if verdict.largest_gap is not None and verdict.largest_gap <= verdict.tolerance:
+        lines.append(
+            f"{'sound' if verdict.is_sound else 'gradients'}: one process computes the same gradients of the ranks' "
+            f"samples and draws (largest difference {verdict.largest_gap:.1e}, tolerance {verdict.tolerance:g})."
+        )
+    with output.written():
+        screen = Screen()
+        for line in (about, *lines):
+            screen.say(line)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "audit.md", "\n".join([f"# {about}", "", *(f"- {line}" for line in lines), ""]).encode())
+        write_json(
+            folder / "audit.json",
+            {
+                "command": command,
+                "ranks": verdict.ranks,
+                "steps": verdict.steps,
+                "sound": verdict.is_sound,
+                "largest_gap": verdict.largest_gap,
+                "tolerance": verdict.tolerance,
+                "findings": [dataclasses.asdict(each) for each in verdict.findings],
+            },
+        )
