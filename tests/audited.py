@@ -1,6 +1,7 @@
 """A training script that has never heard of lockstep, right or with one fault: `torchrun audited.py KIND`."""
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ dropout = nn.Dropout(0.3) if kind in ("dropout", "same-noise") else nn.Identity(
 norm = nn.BatchNorm1d(16) if kind in ("batchnorm", "batchnorm-eval") else nn.Identity()
 body = nn.Sequential(nn.Linear(12, 16), norm, nn.ReLU(), dropout)
 head = nn.Linear(16, 3)
-model = nn.Sequential(body) if kind == "outside" else nn.Sequential(body, head)
+model: Any = nn.Sequential(body) if kind == "outside" else nn.Sequential(body, head)
 if kind == "frozen":
     model[0][0].weight.requires_grad_(False)
 if kind not in ("same-noise", "seeds"):
@@ -32,7 +33,7 @@ if kind not in ("same-noise", "seeds"):
 
 parameters = [*model.parameters(), *(head.parameters() if kind == "outside" else ())]
 is_wrapped = kind not in ("unwrapped", "seeds", "by-hand", "by-hand-sum")
-wrapped: nn.Module = DistributedDataParallel(model) if is_wrapped else model
+wrapped: Any = DistributedDataParallel(model) if is_wrapped else model
 if kind == "adam":
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=0.01)
 else:
@@ -49,8 +50,8 @@ else:
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
 
 
-def loss_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    net = wrapped.module if kind == "module" else wrapped
+def loss_of(a: torch.Tensor, b: torch.Tensor) -> Any:
+    net: Any = wrapped.module if kind == "module" else wrapped
     if kind == "noise":
         a = a + 0.1 * torch.randn_like(a)
     scores = head(net(a)) if kind == "outside" else net(a)
