@@ -44,6 +44,8 @@ data = TensorDataset(x, y)
 accumulate = 2 if kind.startswith("accumulate") else 1
 if kind == "uneven":
     loader = DataLoader(Subset(data, range(64) if rank == 0 else range(64, 96)), batch_size=8 if rank == 0 else 4)
+elif kind == "shuffled":
+    loader = DataLoader(data, batch_size=16, shuffle=True)
 elif kind == "same-samples":
     loader = DataLoader(data, batch_size=8)
 else:
@@ -73,7 +75,7 @@ for epoch in range(3):
         loader.sampler.set_epoch(epoch)
     if kind == "batchnorm-eval":
         wrapped.eval()
-    for number, (a, b) in enumerate(loader):
+    for number, (a, b) in enumerate(zip(x.split(8), y.split(8), strict=True) if kind == "no-loader" else loader):
         is_last = (number + 1) % accumulate == 0
         syncs = is_last or kind in ("accumulate-always",)
         if kind == "accumulate-never":

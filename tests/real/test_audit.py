@@ -23,6 +23,7 @@ FAULTS = {
     "accumulate-never": "gradients differ",
     "seeds": "weights differ",
     "same-samples": "same samples",
+    "shuffled": "same samples",
     "same-noise": "same draws",
     "sum": "wrong count",
     "times-ranks": "wrong count",
@@ -76,6 +77,11 @@ def test_what_a_script_does_by_design_is_no_fault(tmp_path: Path) -> None:
     [
         ("raise ValueError('of its own')", 1, "ValueError: of its own"),
         ("print('no step')", 2, "cannot be judged: no optimizer has stepped"),
+        (
+            f"import runpy, sys\nsys.argv[1:] = ['no-loader']\nrunpy.run_path({str(SCRIPT)!r})",
+            2,
+            "cannot be judged: its batches come from no DataLoader",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_judged_is_told_in_a_sentence(text: str, code: int, words: str, tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from ..checkpoint.state import few
 from ..verify.workbench import gaps, worst
-from .observer import BY_SHARE, TOGETHER, Window, load, size_of
+from .observer import BY_SHARE, TOGETHER, UNMATCHED, Window, load, size_of
 
 TOLERANCES = {torch.float64: 1e-9}
 TOLERANCE = 1e-4
-"""For gradients in less than float64."""
+"""For gradients in float32."""
+COARSE = 5e-2
+"""Where a part is computed in less than float32, as under autocast."""
+_ROWS = 10  # values of a gradient per rank that weights are found from, at least
 
 Gradients = Mapping[str, Tensor]
 
@@ -52,16 +55,13 @@ class Verdict:
 def judge(folder: Path) -> Verdict:
     """Return the verdict on the windows in `folder` and their replays.
 
-    Raises ValueError for one rank alone, and for a script that made no step in one process.
+    Raises ValueError for what cannot be judged, with the reason.
     """
     ranks = load(folder)
     steps = min(map(len, ranks), default=0)
     if len(ranks) < 2:
         raise ValueError("it has one rank; start several, as by --devices 2")
-    made = sum((folder / f"replay {step} {TOGETHER}.pt").exists() for step in range(steps))
-    if not made:
-        raise ValueError("in one process it made no step on the ranks' samples")
-    steps = made
+    _check(folder, ranks, steps)
     found: dict[str, Finding] = {}
 
     def add(finding: Finding | None) -> None:
@@ -84,6 +84,8 @@ def judge(folder: Path) -> Verdict:
             continue
         gap = worst(gaps(own[0], together))
         largest.append(gap)
+        if gap > tolerance and (folder / UNMATCHED).exists():
+            raise ValueError("it draws random numbers whose shapes do not follow from the ranks' samples")
         if gap > tolerance:
             by_share = _replayed(folder, windows[0], step, BY_SHARE)
             add(_explained(windows, own[0], together, by_share, alone, step, gap, tolerance))
@@ -102,6 +104,8 @@ def judge(folder: Path) -> Verdict:
 
 def _tolerance(window: Window) -> float:
     kinds = {each.dtype for root in window.gradients for each in root if each is not None}
+    if window.is_coarse:
+        return COARSE
     return max((TOLERANCES.get(kind, TOLERANCE) for kind in kinds), default=TOLERANCE)
 
 
@@ -137,15 +141,45 @@ def _tensors(batch: object) -> list[Tensor]:
 
 
 def _same_samples(windows: Sequence[Window], step: int) -> Finding | None:
-    tensors = [[tensor for _, batch in window.batches for tensor in _tensors(batch)] for window in windows]
-    pairs = [zip(tensors[0], other, strict=False) for other in tensors[1:]]
-    if not tensors[0] or not all(torch.equal(a, b) for pair in pairs for a, b in pair):
+    rows = [_rows(window) for window in windows]
+    if any(len({*each}) < len(each) for each in rows):  # the data set repeats itself
+        return None
+    shared = set.intersection(*({*each} for each in rows))
+    if not shared:
         return None
     return Finding(
         "same samples",
-        f"All ranks train the same samples at step {step + 1}: {len(windows)} ranks do one rank's work; give the "
-        "loader a DistributedSampler, or prepare it.",
+        f"All ranks train {len(shared)} of {len(rows[0])} samples at step {step + 1}: each rank reads the whole data "
+        "set; give the loader a DistributedSampler, or prepare it.",
+        evidence={"step": step + 1, "samples": len(shared)},
     )
+
+
+def _rows(window: Window) -> list[bytes]:
+    """Return each sample's values as bytes."""
+    found = []
+    for _, batch in window.batches:
+        size, tensors = size_of(batch), _tensors(batch)
+        tensors = [tensor.cpu() for tensor in tensors if tensor.dim() and len(tensor) == size]
+        found += [
+            b"".join(tensor[row].contiguous().view(-1).numpy().tobytes() for tensor in tensors) for row in range(size)
+        ]
+    return found
+
+
+def _check(folder: Path, ranks: Sequence[Sequence[Window]], steps: int) -> None:
+    """Raise ValueError for a recording that cannot be judged."""
+    if any(not window.batches for windows in ranks for window in windows):
+        raise ValueError("its batches come from no DataLoader, at least on one rank and in one step")
+    if any(window.optimizer for windows in ranks for window in windows):
+        raise ValueError("it steps several optimizers")
+    variants = (TOGETHER, *(f"rank {rank}" for rank in range(len(ranks))))
+    if not all((folder / f"replay {step} {variant}.pt").exists() for step in range(steps) for variant in variants):
+        raise ValueError("in one process it ended before it had made these steps")
+    for windows in ranks:
+        for root in (root for window in windows for root in window.gradients):
+            if any(gradient is not None and not bool(gradient.isfinite().all()) for gradient in root):
+                raise ValueError("its gradients are not finite numbers")
 
 
 def _same_draws(windows: Sequence[Window], step: int) -> Finding | None:
@@ -245,7 +279,8 @@ def _explained(
             evidence=evidence,
         )
     sizes = [sum(size_of(batch) for _, batch in window.batches) for window in windows]
-    if all(alone):
+    values = sum(gradient.numel() for gradient in together.values())
+    if all(alone) and not windows[0].is_coarse and values >= _ROWS * len(alone):
         mean = _combined(alone, [1 / len(alone)] * len(alone))
         weights = _weights(alone, together)
         is_weighed = weights is not None and worst(gaps(_combined(alone, weights), together)) <= tolerance

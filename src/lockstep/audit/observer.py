@@ -29,6 +29,8 @@ from . import VARIABLE
 
 TOGETHER, BY_SHARE = "together", "statistics by share"
 """Variants of a window: all ranks' samples in one batch; the same with BatchNorm's statistics of each rank's share."""
+UNMATCHED = "unmatched"
+"""File that says: a random draw had another shape than the ranks' together."""
 _OWN_BATCHNORM = "SyncBatchNorm"
 _NO_MORE = object()
 
@@ -45,7 +47,10 @@ class Window(NamedTuple):
     gradients: list[list[Tensor | None]]
     names: list[list[str]]
     has_batchnorm: bool
-    optimizer: str
+    is_coarse: bool
+    """Whether a part is computed in less than float32."""
+    optimizer: int
+    """Number of the optimizer, in the order of their first steps."""
     place: str
     """FILE:LINE of the optimizer's step in the user's code."""
 
@@ -56,12 +61,26 @@ class _Modules:
 
     depth: int = 0
     roots: list[nn.Module] = field(default_factory=list)
+    others: list[nn.Parameter] = field(default_factory=list)
+    """Parameters of optimizers that no module has."""
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    is_coarse: bool = False
+
+    def add(self, optimizer: torch.optim.Optimizer) -> int:
+        """Take in an optimizer's parameters; return its number."""
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            known = {parameter for root in self.roots for parameter in root.parameters()} | {*self.others}
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.others += [parameter for parameter in held if parameter not in known]
+        return self.optimizers.index(optimizer)
 
     def tensors(self) -> list[list[Tensor]]:
-        return [[*root.parameters(), *root.buffers()] for root in self.roots]
+        return [*([*root.parameters(), *root.buffers()] for root in self.roots), [*self.others]]
 
     def parameters(self) -> list[list[tuple[str, nn.Parameter]]]:
-        return [[*root.named_parameters()] for root in self.roots]
+        others = [(f"parameter {number} of no module", each) for number, each in enumerate(self.others)]
+        return [*([*root.named_parameters()] for root in self.roots), others]
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,6 +142,10 @@ class Observer:
         if is_new and any(parameter.requires_grad for parameter in module.parameters()):
             modules.roots.append(module)
             self.see_root(len(modules.roots) - 1)
+        if not modules.depth:
+            kinds = {parameter.dtype for parameter in module.parameters()}
+            is_cast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+            modules.is_coarse |= is_cast or bool(kinds & {torch.bfloat16, torch.float16})
         modules.depth += 1
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -173,8 +196,9 @@ class Recorder(Observer):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Save a window."""
+        number = self.modules.add(optimizer)
         parameters = self.modules.parameters()
-        if not parameters:
+        if not self.modules.roots:
             return
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         window = Window(
@@ -190,7 +214,8 @@ class Recorder(Observer):
                 for root in self.modules.roots
                 for each in root.modules()
             ),
-            optimizer=type(optimizer).__name__,
+            is_coarse=self.modules.is_coarse,
+            optimizer=number,
             place=_users_place(),
         )
         path = self.folder / f"rank{rank}" / f"window{self.step}.pt"
@@ -276,8 +301,9 @@ class Replayer(Observer):
                 (self.folder / "epochs.json").write_text(json.dumps({"repeats": repeats}))
                 self.end()
             return
-        self._epochs[id(loader)] = epoch
         number = min(number, self._last)  # a later epoch goes on with the last loader's batches
+        if number == self._last:  # the loader of the steps
+            self._epochs[id(loader)] = epoch
         while self._fed.get(number, 0) < len(self._feeds[number]):
             at = self._fed[number] = self._fed.get(number, 0) + 1
             yield joined(self._feeds[number][at - 1])
@@ -303,6 +329,8 @@ class Replayer(Observer):
                 whole = torch.cat(parts) if sum(map(len, parts)) == len(result) else parts[0]
                 if whole.shape == result.shape:
                     result.copy_(whole)
+                else:
+                    (self.folder / UNMATCHED).touch()
 
     def _set_weights(self, only: int | None = None) -> None:
         (first, *_), _ = self._now
@@ -316,6 +344,7 @@ class Replayer(Observer):
         """Save the gradients of the present variant."""
         if self.step >= len(self.plan):
             self.end()
+        self.modules.add(optimizer)
         step, variant = self.plan[self.step]
         found = [
             [None if each.grad is None else each.grad.detach().clone() for _, each in root]

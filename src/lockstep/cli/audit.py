@@ -57,13 +57,10 @@ def main(given: list[str]) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         folder = Path(name)
-        has_ended_well = start.run("record", command, folder, steps)
-        if not [*folder.glob("rank*/window*.pt")]:
-            if has_ended_well:
-                raise RequestError(
-                    f"{about} cannot be judged: no optimizer has stepped after a DataLoader's batch and a model's call."
-                )
+        if not start.run("record", command, folder, steps):
             raise _failed(folder / "record.txt", f"{about} failed by itself")
+        if not [*folder.glob("rank*/window*.pt")]:
+            raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call.")
         if not start.run("replay", command, folder, steps) and not [*folder.glob("replay *.pt")]:
             raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
         from ..audit.judge import judge  # late: it imports torch

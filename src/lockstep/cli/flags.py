@@ -53,6 +53,11 @@ _GONE = {
     "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
 }
 """Flags that were removed, some with their value, and what to do instead."""
+_GONE_OF_VERBS = {
+    "lockstep compare --yes": "it starts without a confirmation; leave it out",
+    "lockstep forecast --scaling": "forecasts are of one global batch; leave it out",
+    "lockstep runs --open": "lockstep compare --from RUN … makes a report",
+}
 
 
 def check_read(names: Iterable[str], config: RunConfig) -> None:
@@ -117,6 +122,9 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         for name, kind in types.items()
     ]
     for word in words:
+        name = f"{prog} {word.partition('=')[0]}"
+        if name in _GONE_OF_VERBS:
+            raise RequestError(f"{name} is gone: {_GONE_OF_VERBS[name]}.")
         if "=" in word and types.get(word.partition("=")[0].replace("_", "-")) is bool:
             raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any for true
     result: Any
