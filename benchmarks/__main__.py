@@ -24,7 +24,6 @@ NAMES = (
     "nodes",
     "measuring",
     "compare",
-    "pages",
     "forecast",
     "published",
     "peers",

@@ -97,4 +97,6 @@ for epoch in range(3):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if rank == 0 and kind == "dropout":
+            print("weights", repr(head.weight.detach().flatten()[0].item()), flush=True)
 dist.destroy_process_group()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lockstep.audit import start
 
 from ..command import command
 
@@ -62,6 +66,25 @@ def test_a_fault_is_named(kind: str, tmp_path: Path) -> None:
     findings = found["findings"]
     assert isinstance(findings, list)
     assert FAULTS[kind] in [each["kind"] for each in findings if not each["by_design"]]
+
+
+@pytest.mark.long
+def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(SCRIPT),
+        "dropout",
+    ]
+    alone = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert start.run("record", words, tmp_path, 3)
+    outputs = (alone, (tmp_path / "record.txt").read_text())
+    plain, observed = ([line for line in text.splitlines() if line.startswith("weights")] for text in outputs)
+    assert len(observed) >= 2  # the process ends with its third step
+    assert plain[: len(observed)] == observed
 
 
 @pytest.mark.long

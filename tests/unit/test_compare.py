@@ -355,11 +355,10 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
 
 
 def told(name: str = "two<script>") -> Report:
-    curves = Record(losses={1: 2.0, 2: 1.5, 3: math.nan, 4: math.nan}, busy=[(0.0, 90.0), (1.0, 100.0)])
     trained = series("one", [10.0], trainings={0: training((9, 1.0, 0.5), (18, 2.0, 0.93))})
     over_seeds: dict[str, Any] = {"accuracy": numbers.Spread(0.93, 0.01, 2), "seeds": 2, "series": trained}
     table = [
-        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9, record=curves, **over_seeds),
+        row("one", 10.0, step_p50_s=0.1, host_memory_bytes=1e9, **over_seeds),
         row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),
         rows.Row(name="broken", flags=(), failed="out of memory"),
     ]

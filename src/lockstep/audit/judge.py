@@ -161,9 +161,8 @@ def _rows(window: Window) -> list[bytes]:
     for _, batch in window.batches:
         size, tensors = size_of(batch), _tensors(batch)
         tensors = [tensor.cpu() for tensor in tensors if tensor.dim() and len(tensor) == size]
-        found += [
-            b"".join(tensor[row].contiguous().view(-1).numpy().tobytes() for tensor in tensors) for row in range(size)
-        ]
+        flat = [tensor.reshape(size, -1).contiguous().view(torch.uint8).numpy() for tensor in tensors]
+        found += [b"".join(rows[number].tobytes() for rows in flat) for number in range(size)]
     return found
 
 

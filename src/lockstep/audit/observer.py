@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ TOGETHER, BY_SHARE = "together", "statistics by share"
 """Variants of a window: all ranks' samples in one batch; the same with BatchNorm's statistics of each rank's share."""
 UNMATCHED = "unmatched"
 """File that says: a random draw had another shape than the ranks' together."""
-_OWN_BATCHNORM = "SyncBatchNorm"
+_SYNCHRONISED = "SyncBatchNorm"
 _NO_MORE = object()
 
 
@@ -97,7 +98,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-class Observer:
+class Observer(ABC):
     """What recording and replaying share: hooks on modules, optimizers and loaders."""
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -151,18 +152,23 @@ class Observer:
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.modules.depth -= 1
 
+    @abstractmethod
     def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
-        raise NotImplementedError
+        """Yield the batches of the loader's iteration `number`; `plain()` returns its own iterator."""
 
+    @abstractmethod
     def see_draw(self, results: list[Tensor]) -> None:
-        raise NotImplementedError
+        """Note the results of a random operator."""
 
+    @abstractmethod
     def see_root(self, number: int) -> None:
-        """A new outermost module is about to be called."""
+        """Note that a new outermost module is about to be called."""
 
+    @abstractmethod
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        raise NotImplementedError
+        """An optimizer is about to step."""
 
+    @abstractmethod
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
 
@@ -190,7 +196,11 @@ class Recorder(Observer):
             self.begin_draws()
             yield batch
 
+    def see_root(self, number: int) -> None:
+        """See `Observer.see_root`: nothing to do."""
+
     def see_draw(self, results: list[Tensor]) -> None:
+        """Keep the results, except what a sampler draws."""
         if not self._is_reading:
             self._draws.append([each.detach().clone() for each in results])
 
@@ -210,7 +220,7 @@ class Recorder(Observer):
             ],
             names=[[name for name, _ in root] for root in parameters],
             has_batchnorm=any(
-                isinstance(each, BatchNorm) and each.training and type(each).__name__ != _OWN_BATCHNORM
+                isinstance(each, BatchNorm) and each.training and type(each).__name__ != _SYNCHRONISED
                 for root in self.modules.roots
                 for each in root.modules()
             ),
@@ -261,23 +271,22 @@ class Replayer(Observer):
         for step, variant in self.plan:
             if step not in steps or (number < self._last and steps == {0} and variant != TOGETHER):
                 continue  # only read before the first step, as for an evaluation
-            windows = [windows[step] for windows in self.ranks]
-            chosen = [windows[int(variant.removeprefix("rank "))]] if variant.startswith("rank ") else windows
+            chosen = self._windows(step, variant)
             parts = [[batch for iteration, batch in window.batches if iteration == number] for window in chosen]
             feed += [
                 [part[micro] for part in parts if micro < len(part)] for micro in range(max(map(len, parts), default=0))
             ]
         return feed
 
-    @property
-    def _now(self) -> tuple[list[Window], str]:
-        """The windows of all ranks at the present step, and the variant."""
-        step, variant = self.plan[min(self.step, len(self.plan) - 1)]
-        return [windows[step] for windows in self.ranks], variant
-
-    def _parts(self) -> list[Window]:
-        windows, variant = self._now
+    def _windows(self, step: int, variant: str) -> list[Window]:
+        """Return the windows whose samples a variant of a step has: those of all ranks, or of one."""
+        windows = [windows[step] for windows in self.ranks]
         return [windows[int(variant.removeprefix("rank "))]] if variant.startswith("rank ") else windows
+
+    @property
+    def _now(self) -> tuple[int, str]:
+        """The present step of the recording, and its variant."""
+        return self.plan[min(self.step, len(self.plan) - 1)]
 
     def install(self) -> None:
         """Set the hooks; make this process a world of its own, also where the script says otherwise."""
@@ -309,6 +318,7 @@ class Replayer(Observer):
             yield joined(self._feeds[number][at - 1])
 
     def see_root(self, number: int) -> None:
+        """Put the recorded weights in place; let BatchNorm compute by share."""
         self._set_weights(only=number)
         for module in self.modules.roots[number].modules():
             if isinstance(module, BatchNorm):
@@ -316,12 +326,14 @@ class Replayer(Observer):
 
     def sizes(self) -> list[int] | None:
         """Samples of each rank in the present micro-batch, for statistics by share."""
-        windows, variant = self._now
-        return [size_of(window.batches[0][1]) for window in windows] if variant == BY_SHARE else None
+        step, variant = self._now
+        if variant != BY_SHARE:
+            return None
+        return [size_of(window.batches[0][1]) for window in self._windows(step, variant)]
 
     def see_draw(self, results: list[Tensor]) -> None:
         """Replace a draw by the ranks' recorded ones."""
-        recorded = [window.draws[self._draw] for window in self._parts() if self._draw < len(window.draws)]
+        recorded = [window.draws[self._draw] for window in self._windows(*self._now) if self._draw < len(window.draws)]
         self._draw += 1
         for index, result in enumerate(results):
             parts = [draw[index] for draw in recorded if index < len(draw)]
@@ -333,8 +345,8 @@ class Replayer(Observer):
                     (self.folder / UNMATCHED).touch()
 
     def _set_weights(self, only: int | None = None) -> None:
-        (first, *_), _ = self._now
-        for number, (tensors, saved) in enumerate(zip(self.modules.tensors(), first.weights, strict=False)):
+        weights = self.ranks[0][self._now[0]].weights
+        for number, (tensors, saved) in enumerate(zip(self.modules.tensors(), weights, strict=False)):
             if only in (None, number):
                 with torch.no_grad():
                     for tensor, value in zip(tensors, saved, strict=True):

@@ -30,8 +30,6 @@ class Record:
 
     start: dict[str, Any] = field(default_factory=dict)  # the first start event
     losses: dict[int, float] = field(default_factory=dict)  # by step; NaN for what was no finite number
-    busy: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds since the start, percent of a processor, or of the GPUs), of rank 0."""
     step_s: list[float] = field(default_factory=list)  # the mean step of each interval that was logged
     step: int = 0
     train_s: float = 0.0  # seconds of its steps
@@ -78,9 +76,6 @@ def record(folder: Path, until: float | None = None) -> Record:
                 found.train_s += row["step_s"] * (row["step"] - found.step)
                 found.step = row["step"]
                 logged.append((found.step, found.train_s))
-                percent = row.get("device_percent", row.get("process_cpu_percent"))
-                if percent is not None:
-                    found.busy.append((float(row["time"]) - float(found.start["time"]), float(percent)))
             elif event == "epoch":
                 found.epoch_s += [] if is_part else [row["epoch_s"]]
                 is_part = False

@@ -124,7 +124,7 @@ def tables_of(report: Report) -> dict[str, list[Column]]:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    kept = {name: value for name, value in vars(row).items() if name not in ("series", "record")}
+    kept = {name: value for name, value in vars(row).items() if name != "series"}
     return {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in kept.items()}
 
 

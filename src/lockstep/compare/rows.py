@@ -14,7 +14,7 @@ from ..verify import curve
 from . import measured, numbers, records, rounds
 from .grid import Cell
 from .numbers import Interval, Spread
-from .records import ACCURACY, SECONDS, STEP, Record, Run
+from .records import ACCURACY, SECONDS, STEP, Run
 from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
@@ -37,7 +37,6 @@ class Row:
     failed: str = ""
     series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
     """The variant's measurements; empty for a run that has ended."""
-    record: Record = field(default_factory=Record)
     devices: int = 1
     ranks: int = 1
     turns: int = 0
@@ -225,7 +224,6 @@ def _of_run(run: Run, first: Run, base: float | None) -> Row:
         name=run.name,
         flags=tuple(word for key, value in differ.items() for word in (f"--{key}", str(value))),
         failed="" if rate else f"ended with exit code {summary.get('exit')}, and no speed was recorded",
-        record=record,
         devices=record.devices,
         ranks=int(record.plan.get("ranks") or 1),
         batch=int(record.plan.get("global_size") or 0) or None,

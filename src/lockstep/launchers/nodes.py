@@ -258,8 +258,9 @@ def _serve(payload: bytes, last: str) -> bytes | None:
 
 def _failure(last: Path) -> Failure | None:
     """Return the failure that a rank of this node has written, or None."""
-    text = last.read_text(encoding="utf-8")
-    return Failure(**json.loads(text)) if text else None
+    with contextlib.suppress(ValueError):  # empty, or another rank is writing
+        return Failure(**json.loads(last.read_text(encoding="utf-8")))
+    return None
 
 
 def _error_to_raise(error: Exception, failure: Failure | None, config: RunConfig) -> LockstepError:

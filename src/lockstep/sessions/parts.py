@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import types
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -25,11 +25,12 @@ from ..training.precision import Precision, cast
 from ..world.world import World
 
 
-def modules_so_far() -> weakref.WeakValueDictionary[int, nn.Module]:
-    """Return the existing modules by id. Takes about 0.1 s per million objects."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
-    return weakref.WeakValueDictionary({id(item): item for item in objects if type(item) in kinds} if kinds else {})
+def modules_from_now(resources: ExitStack) -> weakref.WeakSet[nn.Module]:
+    """Return a set that each module joins when it gets a parameter, until `resources` close."""
+    modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    hook = register_module_parameter_registration_hook(lambda module, name, parameter: modules.add(module))
+    resources.callback(hook.remove)
+    return modules
 
 
 def check_plain(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,11 +34,11 @@ class Preparation:
         passes: Passes,
         resources: ExitStack,
         *,
-        earlier_modules: Mapping[int, nn.Module],
+        own_modules: weakref.WeakSet[nn.Module] | None,
     ) -> None:
-        """`earlier_modules` are those, by id, that were made before the session."""
+        """`own_modules` are those that got a parameter within the session; None where that does not matter."""
         self._prepared, self._stepper, self._passes, self._resources = prepared, stepper, passes, resources
-        self._earlier_modules = earlier_modules
+        self._own_modules = own_modules
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # the user's GradScaler's output, and its input
 
     def take(self, part: Any) -> Any:
@@ -56,10 +56,11 @@ class Preparation:
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
             prepared.exchange.attach(part)
             self._watch(part)
-            if any(id(module) in self._earlier_modules for module in (part, _torch.inner(part))):
+            owners = [module for module in part.modules() if next(module.parameters(recurse=False), None) is not None]
+            if self._own_modules is not None and owners and self._own_modules.isdisjoint(owners):
                 prepared.cautions.append(
-                    "the model was made before lockstep.session(): its weights do not follow from the seed, and "
-                    "another start may draw others; call lockstep.session() first"
+                    "the model was made before lockstep.session(), or loaded whole: its weights do not follow from the "
+                    "seed, and another start may draw others; call lockstep.session() first"
                 )
         elif isinstance(part, Optimizer):
             self._take_optimizers(part)

@@ -96,7 +96,7 @@ class Session:
         self._has_left = False  # whether the loop has left `epochs` before its end, as by `break`
         self._preparation = Preparation(
             *(self.prepared, self._stepper, self._passes, self._resources),
-            earlier_modules=parts.modules_so_far() if prepared is None else {},
+            own_modules=parts.modules_from_now(self._resources) if prepared is None else None,
         )
         if prepared is None:
             seed_weights(config.seed)
