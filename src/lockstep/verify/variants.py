@@ -100,7 +100,7 @@ def others(setup: Setup, known: Known) -> list[Variant]:
         same_bits: bool = False,
     ) -> None:
         """Add a variant of `parts` micro-batches. Its first half is trained as `begun`, if given."""
-        words = ("--accumulate", str(parts), "--micro-batch", "none")
+        words = ("--accumulate", str(parts), "--micro-batch", "None")
         stages = [_at_once(setup, name, way, *words, *(("--resume", "auto") if begun else ()), starter=starter)]
         if begun is not None:
             stages.insert(0, _at_once(setup, name, begun, *words, "--max-steps", str(known.steps // 2)))
