@@ -80,7 +80,7 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(tmp_path: Path)
         "dropout",
     ]
     alone = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert start.run("record", words, tmp_path, 3)
+    assert start.run("record", words, tmp_path, steps=3) == 0
     outputs = (alone, (tmp_path / "record.txt").read_text())
     plain, observed = ([line for line in text.splitlines() if line.startswith("weights")] for text in outputs)
     assert len(observed) >= 2  # the process ends with its third step

@@ -1,105 +1,151 @@
-"""Compare what the ranks have computed with what one process computes of the same samples, and say why they differ."""
+"""Compare what the ranks have computed with what one process computes of the same samples."""
 
 from __future__ import annotations
 
-import json
+import collections
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.state import few
 from ..verify.workbench import gaps, worst
-from .observer import BY_SHARE, TOGETHER, UNMATCHED, Window, load, size_of
+from . import causes
+from .causes import Finding, Gradients, Step
+from .observer import digests
+from .recording import BY_SHARE, FIRST, REFUSED, TOGETHER, Recording, Window, size_of, tensors_of
 
 TOLERANCES = {torch.float64: 1e-9}
 TOLERANCE = 1e-4
 """For gradients in float32."""
 COARSE = 5e-2
 """Where a part is computed in less than float32, as under autocast."""
-_ROWS = 10  # values of a gradient per rank that weights are found from, at least
-
-Gradients = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fault, or what a script does by design, with its evidence."""
-
-    kind: str
-    sentence: str
-    by_design: bool = False
-    evidence: Mapping[str, object] = field(default_factory=dict)
+_LEARNING_RATE = 1e-6  # relative
+_REDUCED = 1e-4  # relative, of what an evaluation reduces
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
     """The outcome of an audit."""
 
     steps: int
     ranks: int
-    findings: Sequence[Finding]
-    largest_gap: float | None
-    """Largest relative difference of a gradient between the ranks and one process; None where ranks differ."""
-    tolerance: float
+    findings: list[Finding] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    """What was not judged, in words."""
+    largest_gap: float | None = 0.0
+    """Largest relative difference of a gradient between the ranks and one process; None if they were not compared."""
+    tolerance: float = TOLERANCE
+    refusal: str = ""
+    """Why the gradients could not be judged."""
 
     @property
     def is_sound(self) -> bool:
         """Whether no finding is a fault."""
         return all(finding.by_design for finding in self.findings)
 
+    def add(self, finding: Finding | None) -> None:
+        """Add a finding, if it is the first of its kind."""
+        if finding is not None and all(each.kind != finding.kind for each in self.findings):
+            self.findings.append(finding)
 
-def judge(folder: Path) -> Verdict:
-    """Return the verdict on the windows in `folder` and their replays.
 
-    Raises ValueError for what cannot be judged, with the reason.
-    """
-    ranks = load(folder)
-    steps = min(map(len, ranks), default=0)
-    if len(ranks) < 2:
-        raise ValueError("it has one rank; start several, as by --devices 2")
-    _check(folder, ranks, steps)
-    found: dict[str, Finding] = {}
-
-    def add(finding: Finding | None) -> None:
-        if finding is not None:
-            found.setdefault(finding.kind, finding)
-
-    largest, tolerance = [0.0], TOLERANCE
-    for step in range(steps):
-        windows = [each[step] for each in ranks]
-        tolerance = _tolerance(windows[0])
-        add(_same_samples(windows, step))
-        add(_same_draws(windows, step))
-        if "gradients differ" not in found:  # whose consequence it would be
-            add(_weights_differ(windows, step))
-        together = _replayed(folder, windows[0], step, TOGETHER)
-        alone = [_replayed(folder, windows[0], step, f"rank {rank}") for rank in range(len(ranks))]
+def passes(record: Recording) -> list[str]:
+    """Return the passes whose replay tells causes, after the one of all ranks' samples together."""
+    found = []
+    for step in range(record.steps):
+        windows, together = _step(record, step), record.replayed(step, TOGETHER)
         own = [_named(window, window.gradients) for window in windows]
-        if differing := _differ(own):
-            add(_not_exchanged(own, alone, differing, step, windows[0].place, tolerance))
-            continue
-        gap = worst(gaps(own[0], together))
-        largest.append(gap)
-        if gap > tolerance and (folder / UNMATCHED).exists():
-            raise ValueError("it draws random numbers whose shapes do not follow from the ranks' samples")
-        if gap > tolerance:
-            by_share = _replayed(folder, windows[0], step, BY_SHARE)
-            add(_explained(windows, own[0], together, by_share, alone, step, gap, tolerance))
-    epochs = folder / "epochs.json"
-    if epochs.exists() and json.loads(epochs.read_text())["repeats"]:
-        add(
-            Finding(
-                "same order",
-                "Each epoch has the same order of samples: the loader's DistributedSampler is not told the epoch; call "
-                "sampler.set_epoch(epoch) before each.",
-            )
+        if (
+            together is None
+            or _differ(own)
+            or worst(gaps(own[0], _named(windows[0], together.gradients))) > _tolerance(windows[0])
+        ):
+            found = [BY_SHARE] * windows[0].has_batchnorm + [f"rank {rank}" for rank in range(len(record.windows))]
+            break
+    return found + [FIRST] * bool(_uneven_windows(record))
+
+
+def judge(record: Recording) -> Verdict:
+    """Return the verdict on the recorded windows and their replays."""
+    verdict = Verdict(record.steps, len(record.windows))
+    verdict.add(_steps_differ(record))
+    for step in range(record.steps):
+        _judge_step(record, step, verdict)
+    verdict.add(_last_window(record))
+    verdict.add(_schedule(record))
+    for finding in (*_orders(record, verdict), *_evaluation(record, verdict), _saves(record)):
+        verdict.add(finding)
+    return verdict
+
+
+def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
+    windows = _step(record, step)
+    verdict.tolerance = tolerance = max(_tolerance(windows[0]), verdict.tolerance if step else 0.0)
+    verdict.add(_same_samples(windows, step))
+    verdict.add(_same_draws(windows, step))
+    kinds = {finding.kind for finding in verdict.findings}
+    if "gradients differ" not in kinds:  # whose consequence it would be
+        verdict.add(_weights_differ(windows, step))
+        if "weights differ" not in kinds:
+            verdict.add(_buffers_differ(windows, step))
+    verdict.add(_wasted_exchanges(windows, step))
+    own = [_named(window, window.gradients) for window in windows]
+    ran = {name: record.replayed(step, name) for name in (TOGETHER, BY_SHARE, *_ranks(windows))}
+    replays = {name: _named(windows[0], each.gradients) if each else {} for name, each in ran.items()}
+    alone = [replays[name] for name in _ranks(windows)]
+    if any(not bool(gradient.isfinite().all()) for each in own for gradient in each.values()):
+        verdict.refusal = verdict.refusal or "its gradients are not finite numbers"
+        return
+    if not any(own):
+        verdict.refusal = verdict.refusal or "its optimizer steps without gradients, or computes them itself"
+        return
+    about = Step(step, windows, own, replays[TOGETHER], replays[BY_SHARE], alone, tolerance)
+    if differing := _differ(own):
+        verdict.add(causes.not_exchanged(about, differing))
+        verdict.largest_gap = None
+        return
+    together = ran[TOGETHER]
+    if together is None:
+        path = record.folder / REFUSED
+        verdict.refusal = verdict.refusal or (
+            path.read_text() if path.exists() else "in one process it ended before it had made these steps"
         )
-    gap_or_none = None if "gradients differ" in found else max(largest)
-    return Verdict(steps, len(ranks), list(found.values()), gap_or_none, tolerance)
+        return
+    gap = worst(gaps(own[0], replays[TOGETHER]))
+    given = collections.Counter(itertools.chain.from_iterable(window.inputs for window in windows))
+    if gap > tolerance and (why := _not_comparable(record, windows, given == collections.Counter(together.inputs))):
+        verdict.refusal = verdict.refusal or why
+        verdict.largest_gap = None
+        return
+    if gap > tolerance:
+        verdict.add(causes.explained(about, gap, record.facts[0].get("cut", "")))
+    if verdict.largest_gap is not None:
+        verdict.largest_gap = max(verdict.largest_gap, gap)
+
+
+def _not_comparable(record: Recording, windows: Sequence[Window], has_same_inputs: bool) -> str:
+    """Return why a difference from one process tells nothing, or ""."""
+    if any(window.is_drawn_outside for window in windows):
+        states = [repr(next((read.generators for read in window.reads if not read.is_end), None)) for window in windows]
+        if len({*states}) > 1:
+            return "it draws from `random` or NumPy, and each rank draws its own, which no single process can"
+    if record.replay_facts().get("unmatched"):
+        return "it draws random numbers whose shapes do not follow from the ranks' samples"
+    if not has_same_inputs and not any(window.reads for window in windows):
+        return "its batches come from no DataLoader and no random draw: one process was given other samples"
+    return ""
+
+
+def _step(record: Recording, step: int) -> list[Window]:
+    return [windows[step] for windows in record.windows]
+
+
+def _ranks(windows: Sequence[Window]) -> list[str]:
+    return [f"rank {rank}" for rank in range(len(windows))]
 
 
 def _tolerance(window: Window) -> float:
@@ -109,18 +155,13 @@ def _tolerance(window: Window) -> float:
     return max((TOLERANCES.get(kind, TOLERANCE) for kind in kinds), default=TOLERANCE)
 
 
-def _named(window: Window, gradients: list[list[Tensor | None]]) -> dict[str, Tensor]:
+def _named(window: Window, gradients: Sequence[Sequence[Tensor | None]]) -> dict[str, Tensor]:
     return {
-        f"{number}/{name}" if len(window.names) > 1 else name: gradient
+        f"{number}/{name}" if len(window.names) > 2 else name: gradient
         for number, (names, root) in enumerate(zip(window.names, gradients, strict=False))
-        for name, gradient in zip(names, root, strict=True)
+        for name, gradient in zip(names, root, strict=False)
         if gradient is not None
     }
-
-
-def _replayed(folder: Path, window: Window, step: int, variant: str) -> dict[str, Tensor]:
-    path = folder / f"replay {step} {variant}.pt"
-    return _named(window, torch.load(path, weights_only=True)) if path.exists() else {}
 
 
 def _differ(own: Sequence[Gradients]) -> list[str]:
@@ -133,11 +174,25 @@ def _differ(own: Sequence[Gradients]) -> list[str]:
     )
 
 
-def _tensors(batch: object) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, list | tuple) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
+def _steps_differ(record: Recording) -> Finding | None:
+    counts = [len(windows) for windows in record.windows]
+    if len({*counts}) > 1:
+        return Finding(
+            "steps differ",
+            f"The ranks make different numbers of optimizer steps, {' and '.join(map(str, counts))}, and wait for one "
+            f"another ({record.windows[0][-1].place}): decide on all ranks alike whether a step is made or left out.",
+            evidence={"steps": counts},
+        )
+    for step in range(record.steps):
+        calls = [window.micro_batches for window in _step(record, step)]
+        if len({*calls}) > 1:
+            return Finding(
+                "steps differ",
+                f"At step {step + 1} the ranks call the model {' and '.join(map(str, calls))} times "
+                f"({record.windows[0][step].place}): some leave out batches that others train.",
+                evidence={"step": step + 1, "calls": calls},
+            )
+    return None
 
 
 def _same_samples(windows: Sequence[Window], step: int) -> Finding | None:
@@ -156,42 +211,23 @@ def _same_samples(windows: Sequence[Window], step: int) -> Finding | None:
 
 
 def _rows(window: Window) -> list[bytes]:
-    """Return each sample's values as bytes."""
-    found = []
-    for _, batch in window.batches:
-        size, tensors = size_of(batch), _tensors(batch)
-        tensors = [tensor.cpu() for tensor in tensors if tensor.dim() and len(tensor) == size]
-        flat = [tensor.reshape(size, -1).contiguous().view(torch.uint8).numpy() for tensor in tensors]
-        found += [b"".join(rows[number].tobytes() for rows in flat) for number in range(size)]
-    return found
-
-
-def _check(folder: Path, ranks: Sequence[Sequence[Window]], steps: int) -> None:
-    """Raise ValueError for a recording that cannot be judged."""
-    if any(not window.batches for windows in ranks for window in windows):
-        raise ValueError("its batches come from no DataLoader, at least on one rank and in one step")
-    if any(window.optimizer for windows in ranks for window in windows):
-        raise ValueError("it steps several optimizers")
-    variants = (TOGETHER, *(f"rank {rank}" for rank in range(len(ranks))))
-    if not all((folder / f"replay {step} {variant}.pt").exists() for step in range(steps) for variant in variants):
-        raise ValueError("in one process it ended before it had made these steps")
-    for windows in ranks:
-        for root in (root for window in windows for root in window.gradients):
-            if any(gradient is not None and not bool(gradient.isfinite().all()) for gradient in root):
-                raise ValueError("its gradients are not finite numbers")
+    batches = [tensors_of(read.batch) for read in window.reads if not read.is_end]
+    return [row for tensors in batches for row in digests(tensors)] or window.inputs
 
 
 def _same_draws(windows: Sequence[Window], step: int) -> Finding | None:
-    sizes = [size_of(window.batches[0][1]) if window.batches else 0 for window in windows]
+    sizes = {size_of(read.batch) for window in windows for read in window.reads[:1]}
+    sizes = sizes or {len(window.inputs) for window in windows}
     for draws in zip(*(window.draws for window in windows), strict=False):
-        first = [draw[-1] for draw in draws if draw and draw[-1].dim() and len(draw[-1]) in sizes]
-        is_of_samples = len(first) == len(windows) and first[0].numel() > 1 and not _is_constant(first[0])
-        if is_of_samples and all(torch.equal(first[0], other) for other in first[1:]):
+        first = draws[0]
+        of_samples = all(draw.dim() and len(draw) in sizes for draw in draws) and first.numel() > 1
+        if of_samples and not _is_constant(first) and all(torch.equal(first, other) for other in draws[1:]):
             return Finding(
                 "same draws",
                 f"All ranks draw the same random numbers for their samples at step {step + 1} (of shape "
-                f"{tuple(first[0].shape)}): noise or dropout is repeated on each rank; seed each rank differently, as "
+                f"{tuple(first.shape)}): noise or dropout is repeated on each rank; seed each rank differently, as "
                 "by torch.manual_seed(seed + rank).",
+                evidence={"step": step + 1, "shape": [*first.shape]},
             )
     return None
 
@@ -201,11 +237,10 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _weights_differ(windows: Sequence[Window], step: int) -> Finding | None:
-    counts = [len(names) for names in windows[0].names]
-    for number, count in enumerate(counts):
-        for index, name in enumerate(windows[0].names[number]):
+    for number, names in enumerate(windows[0].names):
+        for index, name in enumerate(names):
             tensors = [window.weights[number][index] for window in windows]
-            if index < count and not all(torch.equal(tensors[0], other) for other in tensors[1:]):
+            if not all(torch.equal(tensors[0], other) for other in tensors[1:]):
                 size = max(float((tensors[0] - other).abs().max()) for other in tensors[1:])
                 return Finding(
                     "weights differ",
@@ -217,134 +252,240 @@ def _weights_differ(windows: Sequence[Window], step: int) -> Finding | None:
     return None
 
 
-def _not_exchanged(
-    own: Sequence[Gradients],
-    alone: Sequence[Gradients],
-    differing: Sequence[str],
-    step: int,
-    place: str,
-    tolerance: float,
-) -> Finding:
-    every = {name for each in own for name in each}
-    is_local = all(
-        worst(gaps({n: g for n, g in mine.items() if n in differing}, {n: g for n, g in one.items() if n in differing}))
-        <= tolerance
-        for mine, one in zip(own, alone, strict=True)
-        if one
-    )
-    which = "All gradients" if len(differing) == len(every) else f"The gradients of {few([*differing])}"
-    why = "differ between ranks"
-    if is_local:
-        why = "are those of each rank's own samples: they are not exchanged"
-    mend = (
-        "wrap the model in DistributedDataParallel and call the wrapped model, or reduce the gradients before the step"
-        if len(differing) == len(every)
-        else "these parameters are outside of the wrapped model, or its forward is not what uses them"
-    )
+def _buffers_differ(windows: Sequence[Window], step: int) -> Finding | None:
+    differing = [
+        name
+        for name, value in windows[0].buffers.items()
+        if any(name in each.buffers and not torch.equal(value, each.buffers[name]) for each in windows[1:])
+    ]
+    if not differing:
+        return None
     return Finding(
-        "gradients differ",
-        f"{which} {why} at step {step + 1} ({place}); {mend}.",
-        evidence={"tensors": list(differing), "step": step + 1},
+        "buffers differ",
+        f"In step {step + 1} the ranks compute with different buffers ({few(differing)}): each keeps statistics of its "
+        "own samples, and only one rank's are saved; let DistributedDataParallel broadcast them, or convert to "
+        "SyncBatchNorm.",
+        evidence={"tensors": differing, "step": step + 1},
     )
 
 
-def _explained(
-    windows: Sequence[Window],
-    own: Gradients,
-    together: Gradients,
-    by_share: Gradients,
-    alone: Sequence[Gradients],
-    step: int,
-    gap: float,
-    tolerance: float,
-) -> Finding:
-    """Return the finding for ranks that agree with one another, and not with one process."""
-    where = f"at step {step + 1} ({windows[0].place})"
-    evidence: dict[str, object] = {"step": step + 1, "gap": gap}
-    factor = _factor(own, together)
-    if worst(gaps(own, together, factor)) <= tolerance:
+def _wasted_exchanges(windows: Sequence[Window], step: int) -> Finding | None:
+    reads = collections.Counter(read.loader for read in windows[0].reads if not read.is_end)
+    count, flags = max(reads.values(), default=0), windows[0].exchanges
+    if not step or count < 2 or len(flags) != count or not all(flags):
+        return None
+    return Finding(
+        "no_sync missing",
+        f"Gradients are exchanged in each of {count} micro-batches of step {step + 1}; under no_sync, around forward "
+        f"and backward of all but the last, {count - 1} of {count} exchanges are saved.",
+        by_design=True,
+        evidence={"step": step + 1, "micro_batches": count},
+    )
+
+
+def _uneven_windows(record: Recording) -> tuple[int, int] | None:
+    """Return a usual window, and one of the same optimizer with another number of micro-batches."""
+    windows = record.windows[0][: record.steps]
+    for step, window in enumerate(windows):
+        for usual, other in enumerate(windows[:step]):
+            if other.optimizer == window.optimizer and other.micro_batches != window.micro_batches:
+                return usual, step
+    return None
+
+
+def _last_window(record: Recording) -> Finding | None:
+    found = _uneven_windows(record)
+    full, short = (record.replayed(step, FIRST) for step in found) if found else (None, None)
+    if found is None or full is None or short is None:
+        return None
+    window = record.windows[0][found[0]]
+    factor = causes.factor(_named(window, short.gradients), _named(window, full.gradients))
+    counts = [record.windows[0][step].micro_batches for step in found]
+    if math.isclose(factor, 1.0, abs_tol=1e-2):
+        return None
+    return Finding(
+        "last window",
+        f"Step {found[1] + 1} has {counts[1]} micro-batches in place of {counts[0]}, as at an epoch's end, and of the "
+        f"same samples its gradients are {factor:.3g} times the others' ({window.place}): divide the loss by the "
+        "number of micro-batches, or of samples, that the step really has, and leave none over for the next epoch.",
+        evidence={"step": found[1] + 1, "micro_batches": counts, "factor": factor},
+    )
+
+
+def _schedule(record: Recording) -> Finding | None:
+    def differ(theirs: Sequence[float], ours: Sequence[float]) -> bool:
+        pairs = zip(theirs, ours, strict=False)
+        return any(not math.isclose(a, b, rel_tol=_LEARNING_RATE, abs_tol=1e-15) for a, b in pairs)
+
+    def finding(when: str, theirs: Sequence[float], ours: Sequence[float]) -> Finding:
         return Finding(
-            "wrong count",
-            f"Every gradient is {factor:.6g} times one process's {where}: the ranks' gradients, or the micro-batches', "
-            "are summed or divided by a wrong count.",
-            evidence=evidence | {"factor": factor},
+            "schedule",
+            f"{when} the learning rate is {theirs[0]:.6g} on {len(record.windows)} ranks and {ours[0]:.6g} in one "
+            "process: the schedule is stepped, or computed, once for each rank; a schedule counts optimizer steps.",
+            evidence={"ranks": [*theirs], "one_process": [*ours]},
         )
-    if by_share and worst(gaps(own, by_share)) <= tolerance:
-        return Finding(
-            "local BatchNorm",
-            f"BatchNorm uses the statistics of each rank's own samples (gradients {gap:.0%} off {where}): by design of "
-            "DistributedDataParallel; torch.nn.SyncBatchNorm.convert_sync_batchnorm gives one process's.",
-            by_design=True,
-            evidence=evidence,
-        )
-    sizes = [sum(size_of(batch) for _, batch in window.batches) for window in windows]
-    values = sum(gradient.numel() for gradient in together.values())
-    if all(alone) and not windows[0].is_coarse and values >= _ROWS * len(alone):
-        mean = _combined(alone, [1 / len(alone)] * len(alone))
-        weights = _weights(alone, together)
-        is_weighed = weights is not None and worst(gaps(_combined(alone, weights), together)) <= tolerance
-        if worst(gaps(own, mean)) <= 10 * tolerance and is_weighed:
-            assert weights is not None
-            shares = [size / sum(sizes) for size in sizes]
-            evidence |= {"weights": weights, "samples": sizes}
-            if all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(weights, shares, strict=True)):
-                return Finding(
-                    "mean of means",
-                    f"Ranks with {', '.join(map(str, sizes))} samples count alike (gradients {gap:.1%} off {where}): "
-                    "the mean of the ranks' means is not the mean over all samples; weigh each rank's loss by its "
-                    "share of the samples, or drop the uneven batch.",
+
+    for step, window in enumerate(record.windows[0][: record.steps]):
+        replayed = record.replayed(step, TOGETHER)
+        if replayed is not None and differ(window.learning_rates, replayed.learning_rates):
+            return finding(f"At step {step + 1}", window.learning_rates, replayed.learning_rates)
+    theirs, ours = record.facts[0].get("next_learning_rates"), record.replay_facts().get("next_learning_rates")
+    for a, b in zip(theirs or [], ours or [], strict=False):
+        if differ(a, b):
+            return finding("In the second epoch", a, b)
+    return None
+
+
+def _loaders(record: Recording, *, training: bool) -> list[int]:
+    known = {int(number) for facts in record.facts for number in facts["loaders"]}
+    trained = {number for facts in record.facts for number in facts["training"]}
+    return sorted(known & trained if training else known - trained)
+
+
+def _orders(record: Recording, verdict: Verdict) -> list[Finding]:
+    found = []
+    loaders, ranks = _loaders(record, training=True), range(len(record.windows))
+    for loader in loaders:
+        orders = [record.order(rank, loader, 0) for rank in ranks]
+        known = [order for order in orders if order is not None]
+        place = record.facts[0]["loaders"].get(f"{loader}", {}).get("place", "")
+        if len(known) < len(orders):
+            verdict.unseen.append(f"which samples an epoch has ({place})")
+            continue
+        counts = torch.cat(known).bincount()
+        repeats = [len(order) - int((order.bincount() > 0).sum()) for order in known]
+        twice, size = int((counts - 1).clamp(min=0).sum()), int((counts > 0).sum())
+        evidence = {"samples": size, "twice": twice}
+        room = len(known) * (record.facts[0]["loaders"][f"{loader}"]["batch_size"] or 1)
+        if twice >= size and len(known) > 1:
+            found.append(
+                Finding(
+                    "same samples",
+                    f"Each rank trains all {size} samples in each epoch ({place}): give the loader a "
+                    "DistributedSampler, or prepare it.",
                     evidence=evidence,
                 )
-            told = ", ".join(f"{weight:.3f}" for weight in weights)
-            return Finding(
-                "mean over other counts",
-                f"The loss is a mean over a count that differs between ranks, such as tokens (gradients {gap:.1%} off "
-                f"{where}): one process weighs the ranks by {told}, and here they count alike; divide the summed loss "
-                "by the count over all ranks.",
-                evidence=evidence,
             )
-        if worst(gaps(own, mean)) <= 10 * tolerance:
-            return Finding(
-                "coupled samples",
-                f"The loss or a layer couples the samples of a batch, and each rank sees its own share alone "
-                f"(gradients {gap:.1%} off {where}), as a contrastive loss does; gather what it compares from all "
-                "ranks.",
-                evidence=evidence,
+        elif twice and max(repeats) <= room and twice < room:
+            found.append(
+                Finding(
+                    "padded epoch",
+                    f"{twice} of {size} samples come twice in an epoch ({place}), so that all ranks have as many: by "
+                    "design of the sampler.",
+                    by_design=True,
+                    evidence=evidence,
+                )
             )
-    return Finding(
-        "unexplained",
-        f"The gradients are {gap:.1%} off one process's {where}, and no cause that was measured explains it alone.",
-        evidence=evidence,
-    )
+        elif twice and max(repeats) <= room:
+            found.append(
+                Finding(
+                    "same samples",
+                    f"{twice} of {size} samples come on several ranks in one epoch ({place}).",
+                    evidence=evidence,
+                )
+            )
+        again = record.order(0, loader, 1)
+        if again is None:
+            verdict.unseen.append(f"the second epoch ({place})")
+        elif torch.equal(again, known[0]) and not bool((known[0].diff() > 0).all()):
+            found.append(
+                Finding(
+                    "same order",
+                    f"Each epoch has the same order of samples ({place}): the sampler is not told the epoch; call "
+                    "sampler.set_epoch(epoch) before each.",
+                )
+            )
+    return found
 
 
-def _flat(gradients: Gradients, names: Sequence[str]) -> Tensor:
-    return torch.cat([gradients[name].detach().double().flatten() for name in names])
+def _evaluation(record: Recording, verdict: Verdict) -> list[Finding]:
+    found = []
+    parts: dict[int, list[list[Tensor]]] = {}
+    sizes, places = dict[int, int](), dict[int, str]()
+    for loader in _loaders(record, training=False):
+        facts = record.facts[0]["loaders"].get(f"{loader}", {})
+        orders = [record.order(rank, loader, 0) for rank in range(len(record.windows))]
+        known = [order for order in orders if order is not None]
+        if "dataset" in facts and len(known) == len(orders):
+            parts.setdefault(facts["dataset"], []).append(known)
+            sizes[facts["dataset"]], places[facts["dataset"]] = facts["samples"], facts["place"]
+    if not parts:
+        verdict.unseen.append("an evaluation")
+    has_gathered = any(facts["gathers"] for facts in record.facts)
+    has_exchanged = has_gathered or any(facts["collectives"] for facts in record.facts)
+    for dataset, loaders in parts.items():
+        size, where = sizes[dataset], places[dataset]
+        # A loader that all ranks read alike is everybody's own.
+        shared = [known for known in loaders if not all(torch.equal(known[0], other) for other in known[1:])]
+        if not shared:
+            continue
+        own = [known[0] for known in loaders if not any(known is each for each in shared)]
+        counts = torch.cat([*(order for known in shared for order in known), *own]).bincount(minlength=size)
+        twice, never = int((counts - 1).clamp(min=0).sum()), int((counts == 0).sum())
+        if not has_exchanged:
+            mine = len(shared[0][0])
+            found.append(
+                Finding(
+                    "evaluation of a part",
+                    f"Each rank evaluates its own part, rank 0 {mine} of {size} samples ({where}), and nothing is "
+                    "reduced: what is reported, and chosen by, is one rank's; all-reduce sums and counts.",
+                    evidence={"samples": mine, "of": size},
+                )
+            )
+        if never:
+            found.append(
+                Finding(
+                    "evaluation drops",
+                    f"{never} of {size} samples are never evaluated ({where}): the sampler or loader drops what does "
+                    "not divide; keep it, or evaluate the rest apart.",
+                    evidence={"never": never, "of": size},
+                )
+            )
+        if twice and not has_gathered:
+            found.append(
+                Finding(
+                    "evaluation pads",
+                    f"{twice} of {size} samples are evaluated twice ({where}): the sampler pads, and the mean counts "
+                    "them again; leave out what was padded.",
+                    evidence={"twice": twice, "of": size},
+                )
+            )
+    if (finding := _reductions(record)) is not None:
+        found.append(finding)
+    return found
 
 
-def _common(*several: Gradients) -> list[str]:
-    return [name for name in several[0] if all(name in each for each in several)]
-
-
-def _factor(own: Gradients, together: Gradients) -> float:
-    names = _common(own, together)
-    a, b = _flat(own, names), _flat(together, names)
-    square = float(b @ b)
-    return float(a @ b) / square if square else 1.0
-
-
-def _combined(alone: Sequence[Gradients], weights: Sequence[float]) -> dict[str, Tensor]:
-    return {
-        name: torch.stack([weight * each[name].double() for weight, each in zip(weights, alone, strict=True)]).sum(0)
-        for name in _common(*alone)
-    }
-
-
-def _weights(alone: Sequence[Gradients], together: Gradients) -> list[float] | None:
-    """Return the weights of the ranks' gradients whose sum is nearest to one process's."""
-    names = _common(*alone, together)
-    if not names:
+def _reductions(record: Recording) -> Finding | None:
+    theirs, ours = record.facts[0]["reductions"], record.replay_facts().get("reductions", [])
+    ranks = len(record.windows)
+    if [each["place"] for each in theirs] != [each["place"] for each in ours]:
         return None
-    columns = torch.stack([_flat(each, names) for each in alone], dim=1)
-    found = torch.linalg.lstsq(columns, _flat(together, names)[:, None]).solution[:, 0]
-    return [float(weight) for weight in found]
+    for many, one in zip(theirs, ours, strict=True):
+        for a, b in zip(many["values"], one["values"], strict=False):
+            if not any(math.isclose(a, b * times, rel_tol=_REDUCED, abs_tol=1e-12) for times in (1, ranks)):
+                return Finding(
+                    "evaluation differs",
+                    f"The evaluation reduces {a:.6g} over {ranks} ranks ({many['place']}), where one process has "
+                    f"{b:.6g} of the same samples: a mean of means; reduce sums and counts, and divide once.",
+                    evidence={"ranks": a, "one_process": b, "place": many["place"]},
+                )
+    return None
+
+
+def _saves(record: Recording) -> Finding | None:
+    writers: dict[str, list[int]] = {}
+    places = {}
+    for rank, facts in enumerate(record.facts):
+        for each in facts["saves"]:
+            places[each["path"]] = each["place"]
+            if rank not in writers.setdefault(each["path"], []):
+                writers[each["path"]].append(rank)
+    for path, ranks in writers.items():
+        if len(ranks) > 1:
+            return Finding(
+                "checkpoint by every rank",
+                f"{len(ranks)} ranks write {path} at once ({places[path]}): readers may find it torn; let rank 0 write "
+                "it, under another name that is renamed when it is whole.",
+                evidence={"path": path, "ranks": ranks},
+            )
+    return None

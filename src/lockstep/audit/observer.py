@@ -1,127 +1,151 @@
-"""Observe a training script from within its processes: record its steps, or replay them in one process.
+"""Hooks in the processes of an audited script, which knows nothing of them.
 
-A *window* is what happens up to one optimizer step. Recording saves, for each of the first windows, this rank's
-batches, random draws, weights, buffers and gradients, and changes nothing. Replaying gives the same script the ranks'
-batches and draws together (or those of one rank), puts the recorded weights in place before each window, and saves the
-gradients that come of them. Files are this user's own, in a private folder.
+A *window* is what happens up to one optimizer step. `recorder.py` saves what a rank does in the first windows, and
+`replayer.py` has one process do it again. What comes after the windows is the *tail*: loaders of steps end at once, so
+that an epoch's end, an evaluation, a checkpoint and the next epoch come soon.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
-from .._torch import BatchNorm, TorchDispatchMode
+from .._torch import TorchDispatchMode
 from . import VARIABLE
 
-TOGETHER, BY_SHARE = "together", "statistics by share"
-"""Variants of a window: all ranks' samples in one batch; the same with BatchNorm's statistics of each rank's share."""
-UNMATCHED = "unmatched"
-"""File that says: a random draw had another shape than the ranks' together."""
-_SYNCHRONISED = "SyncBatchNorm"
-_NO_MORE = object()
+TAIL_S, TAIL_STEPS = 30.0, 4
+"""Longest time of a tail, in seconds, and its optimizer steps: of batches that were read ahead."""
+_REDUCED = 16  # values of a tensor that an evaluation reduces, at most
 
 
-class Window(NamedTuple):
-    """One rank's part of a step."""
+class Modules:
+    """Outermost modules in the order of their first call while gradients are computed, and the optimizers."""
 
-    batches: list[tuple[int, Any]]
-    """Number of the loader's iteration, and the batch."""
-    draws: list[list[Tensor]]
-    """Results of random operators, in call order."""
-    weights: list[list[Tensor]]
-    """Parameters and buffers of each outermost module, before the step."""
-    gradients: list[list[Tensor | None]]
-    names: list[list[str]]
-    has_batchnorm: bool
-    is_coarse: bool
-    """Whether a part is computed in less than float32."""
-    optimizer: int
-    """Number of the optimizer, in the order of their first steps."""
-    place: str
-    """FILE:LINE of the optimizer's step in the user's code."""
+    def __init__(self) -> None:
+        self.depth = 0
+        self.roots: list[nn.Module] = []
+        self.others: list[nn.Parameter] = []
+        """Parameters of optimizers that no module has."""
+        self.optimizers: list[Optimizer] = []
+        self.is_coarse = False
 
+    def add_root(self, module: nn.Module) -> bool:
+        """Take in a module with parameters that are not known; return whether it has any."""
+        known = {parameter for root in self.roots for parameter in root.parameters()}
+        if all(not each.requires_grad or each in known for each in module.parameters()):
+            return False
+        self.roots.append(module)
+        return True
 
-@dataclass
-class _Modules:
-    """Outermost modules in the order of their first call while gradients are computed."""
-
-    depth: int = 0
-    roots: list[nn.Module] = field(default_factory=list)
-    others: list[nn.Parameter] = field(default_factory=list)
-    """Parameters of optimizers that no module has."""
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    is_coarse: bool = False
-
-    def add(self, optimizer: torch.optim.Optimizer) -> int:
+    def add(self, optimizer: Optimizer) -> int:
         """Take in an optimizer's parameters; return its number."""
-        if optimizer not in self.optimizers:
+        if not any(optimizer is each for each in self.optimizers):
             self.optimizers.append(optimizer)
             known = {parameter for root in self.roots for parameter in root.parameters()} | {*self.others}
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self.others += [parameter for parameter in held if parameter not in known]
-        return self.optimizers.index(optimizer)
+            self.others += [parameter for parameter in _held(optimizer) if parameter not in known]
+        return next(number for number, each in enumerate(self.optimizers) if each is optimizer)
 
     def tensors(self) -> list[list[Tensor]]:
+        """Return parameters and buffers of each root, and last the parameters of none."""
         return [*([*root.parameters(), *root.buffers()] for root in self.roots), [*self.others]]
 
-    def parameters(self) -> list[list[tuple[str, nn.Parameter]]]:
-        others = [(f"parameter {number} of no module", each) for number, each in enumerate(self.others)]
-        return [*([*root.named_parameters()] for root in self.roots), others]
+    def names(self) -> list[list[str]]:
+        """Return the parameters' names, as `gradients` has them."""
+        others = [f"parameter {number} of no module" for number in range(len(self.others))]
+        return [*([name for name, _ in root.named_parameters()] for root in self.roots), others]
+
+    def gradients(self, optimizer: Optimizer) -> list[list[Tensor | None]]:
+        """Return the gradients of the optimizer's parameters; None for others."""
+        held = {id(each) for each in _held(optimizer)}
+        parameters = [*([*root.parameters()] for root in self.roots), self.others]
+        return [
+            [None if each.grad is None or id(each) not in held else each.grad.detach().clone() for each in root]
+            for root in parameters
+        ]
+
+
+def _held(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees results of random operators, and may replace them."""
 
-    def __init__(self, see: Any) -> None:
+    def __init__(self, see: Callable[[Tensor, bool], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._see(list(found) if isinstance(found, tuple | list) else [found])
-        return found
+        is_filled = bool(args) and found is args[0]
+        if torch.Tag.nondeterministic_seeded not in func.tags or (is_filled and isinstance(found, nn.Parameter)):
+            return found  # what a parameter begins with is recorded as a weight
+        if not isinstance(found, tuple | list):
+            return self._see(found, not is_filled)
+        if func is torch.ops.aten.native_dropout.default and args[2]:
+            mask = self._see(found[1], False)
+            return args[0] * mask / (1 - args[1]), mask
+        return found  # of attention, whose draws are hidden
 
 
 class Observer(ABC):
-    """What recording and replaying share: hooks on modules, optimizers and loaders."""
+    """What recording and replaying share."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps, self.modules = folder, steps, _Modules()
+    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
+        self.folder, self.dtype, self.modules = folder, dtype, Modules()
         self.step = 0
-        self._iterations = 0
+        self.facts: dict[str, Any] = {"lengths": {}, "reductions": [], "saves": [], "collectives": 0, "gathers": False}
+        self.is_evaluating = False
+        self.is_tail = False
+        self.inputs: list[bytes] = []
+        self.loaders: list[DataLoader[Any]] = []
+        self._iterations: dict[int, int] = {}
+        self.made = 0
+        """Optimizers that were made."""
+        self.final: list[list[Tensor]] = []
+        """Weights and buffers at the tail's begin."""
+        self._tail_steps = 0
         self._mode: _Draws | None = None
+        self._stepping = 0
+        self._needs_input = False
 
     def install(self) -> None:
         """Set the hooks."""
+        if self.dtype is not None:
+            torch.set_default_dtype(self.dtype)
         nn.modules.module.register_module_forward_pre_hook(self._enter)
         nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.before_step(optimizer))
-        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self.after_step(optimizer))
-        plain, observer = DataLoader.__iter__, self
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._before_step(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._after_step(optimizer))
+        self._watch_loaders()
+        self._watch_collectives()
+        self._watch_files()
+        atexit.register(self.write_facts)
+        plain = Optimizer.__init__
 
-        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            if multiprocessing.parent_process() is not None and torch.utils.data.get_worker_info() is not None:
-                return iter(plain(loader))
-            number, observer._iterations = observer._iterations, observer._iterations + 1
-            return observer.batches(number, loader, lambda: iter(plain(loader)))
+        def made(optimizer: Any, *args: Any, **options: Any) -> None:
+            plain(optimizer, *args, **options)
+            self.made += 1
+            self.begin_draws()
 
-        DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
+        Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
 
     def begin_draws(self) -> None:
         """Watch random draws from now on, in this thread."""
@@ -129,313 +153,204 @@ class Observer(ABC):
             self._mode = _Draws(self.see_draw)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
-        """End this process and its data workers: the windows asked for are complete."""
-        for child in multiprocessing.active_children():
-            child.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    def begin_tail(self) -> None:
+        """Let the script come to its epoch's end, for a limited time."""
+        self.is_tail = True
+        self.final = [[each.detach().clone() for each in root] for root in self.modules.tensors()]
+        timer = threading.Timer(TAIL_S, self.end)
+        timer.daemon = True
+        timer.start()
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        modules = self.modules
-        is_new = not modules.depth and torch.is_grad_enabled() and module not in modules.roots
-        if is_new and any(parameter.requires_grad for parameter in module.parameters()):
-            modules.roots.append(module)
-            self.see_root(len(modules.roots) - 1)
-        if not modules.depth:
-            kinds = {parameter.dtype for parameter in module.parameters()}
-            is_cast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-            modules.is_coarse |= is_cast or bool(kinds & {torch.bfloat16, torch.float16})
-        modules.depth += 1
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.modules.depth -= 1
-
-    @abstractmethod
-    def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
-        """Yield the batches of the loader's iteration `number`; `plain()` returns its own iterator."""
-
-    @abstractmethod
-    def see_draw(self, results: list[Tensor]) -> None:
-        """Note the results of a random operator."""
-
-    @abstractmethod
-    def see_root(self, number: int) -> None:
-        """Note that a new outermost module is about to be called."""
-
-    @abstractmethod
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
-
-    @abstractmethod
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
-
-
-class Recorder(Observer):
-    """Saves this rank's windows."""
-
-    def __init__(self, folder: Path, steps: int) -> None:
-        super().__init__(folder, steps)
-        self._batches: list[tuple[int, Any]] = []
-        self._draws: list[list[Tensor]] = []
-        self._is_reading = False
-
-    def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
-        """Yield the loader's batches, and keep them."""
-        self._is_reading = True
-        iterator = plain()
-        while True:
-            self._is_reading = True  # what a sampler draws is in the batches
-            batch = next(iterator, _NO_MORE)
-            self._is_reading = False
-            if batch is _NO_MORE:
-                return
-            self._batches.append((number, copied(batch)))
-            self.begin_draws()
-            yield batch
-
-    def see_root(self, number: int) -> None:
-        """See `Observer.see_root`: nothing to do."""
-
-    def see_draw(self, results: list[Tensor]) -> None:
-        """Keep the results, except what a sampler draws."""
-        if not self._is_reading:
-            self._draws.append([each.detach().clone() for each in results])
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save a window."""
-        number = self.modules.add(optimizer)
-        parameters = self.modules.parameters()
-        if not self.modules.roots:
-            return
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        window = Window(
-            batches=self._batches,
-            draws=self._draws,
-            weights=[[each.detach().clone() for each in tensors] for tensors in self.modules.tensors()],
-            gradients=[
-                [None if each.grad is None else each.grad.detach().clone() for _, each in root] for root in parameters
-            ],
-            names=[[name for name, _ in root] for root in parameters],
-            has_batchnorm=any(
-                isinstance(each, BatchNorm) and each.training and type(each).__name__ != _SYNCHRONISED
-                for root in self.modules.roots
-                for each in root.modules()
-            ),
-            is_coarse=self.modules.is_coarse,
-            optimizer=number,
-            place=_users_place(),
-        )
-        path = self.folder / f"rank{rank}" / f"window{self.step}.pt"
-        path.parent.mkdir(exist_ok=True)
-        torch.save(tuple(window), path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
-        self._batches, self._draws = [], []
-        self.step += 1
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End after the last window."""
-        if self.step >= self.steps:
+    def end_step_of_tail(self) -> None:
+        """Undo the step of a batch that was read ahead."""
+        self._tail_steps += 1
+        if self._tail_steps > TAIL_STEPS:
             self.end()
+        self.set_weights(self.final)
 
-
-class Replayer(Observer):
-    """Computes the recorded windows again in one process."""
-
-    def __init__(self, folder: Path, steps: int) -> None:
-        super().__init__(folder, steps)
-        self.ranks = load(folder)
-        has_batchnorm = self.ranks[0][0].has_batchnorm
-        alone = [f"rank {rank}" for rank in range(len(self.ranks))]
-        self.plan = [
-            (step, variant)
-            for step in range(min(map(len, self.ranks)))
-            for variant in (TOGETHER, *([BY_SHARE] if has_batchnorm else []), *alone)
-        ]
-        self._draw = 0
-        self._epochs: dict[int, int | None] = {}
-        self._last = max(
-            (number for windows in self.ranks for window in windows for number, _ in window.batches), default=0
-        )
-        self._feeds = {number: self._feed(number) for number in range(self._last + 1)}
-        """By number of the loader's iteration: the ranks' parts of each micro-batch, over the plan."""
-        self._fed: dict[int, int] = {}
-
-    def _feed(self, number: int) -> list[list[Any]]:
-        steps = {
-            step for windows in self.ranks for step, window in enumerate(windows) if number in dict(window.batches)
-        }
-        feed = []
-        for step, variant in self.plan:
-            if step not in steps or (number < self._last and steps == {0} and variant != TOGETHER):
-                continue  # only read before the first step, as for an evaluation
-            chosen = self._windows(step, variant)
-            parts = [[batch for iteration, batch in window.batches if iteration == number] for window in chosen]
-            feed += [
-                [part[micro] for part in parts if micro < len(part)] for micro in range(max(map(len, parts), default=0))
-            ]
-        return feed
-
-    def _windows(self, step: int, variant: str) -> list[Window]:
-        """Return the windows whose samples a variant of a step has: those of all ranks, or of one."""
-        windows = [windows[step] for windows in self.ranks]
-        return [windows[int(variant.removeprefix("rank "))]] if variant.startswith("rank ") else windows
-
-    @property
-    def _now(self) -> tuple[int, str]:
-        """The present step of the recording, and its variant."""
-        return self.plan[min(self.step, len(self.plan) - 1)]
-
-    def install(self) -> None:
-        """Set the hooks; make this process a world of its own, also where the script says otherwise."""
-        super().install()
-        plain = dist.init_process_group
-
-        def init(*args: Any, **kwargs: Any) -> None:
-            if kwargs.get("rank", 0) > 0:  # of a script that spawns its ranks itself
-                os._exit(0)
-            plain(*args, **kwargs | ({"world_size": 1} if "world_size" in kwargs else {}))
-
-        dist.init_process_group = init
-
-    def batches(self, number: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
-        """Yield the ranks' batches of the loader's iteration `number`, joined."""
-        self.begin_draws()
-        epoch, before = getattr(loader.sampler, "epoch", None), self._epochs.get(id(loader))
-        if self.step >= len(self.plan):  # the epoch after the windows tells whether its order will be another one
-            if before is not None and isinstance(loader.sampler, DistributedSampler):
-                repeats = loader.sampler.shuffle and epoch == before
-                (self.folder / "epochs.json").write_text(json.dumps({"repeats": repeats}))
-                self.end()
-            return
-        number = min(number, self._last)  # a later epoch goes on with the last loader's batches
-        if number == self._last:  # the loader of the steps
-            self._epochs[id(loader)] = epoch
-        while self._fed.get(number, 0) < len(self._feeds[number]):
-            at = self._fed[number] = self._fed.get(number, 0) + 1
-            yield joined(self._feeds[number][at - 1])
-
-    def see_root(self, number: int) -> None:
-        """Put the recorded weights in place; let BatchNorm compute by share."""
-        self._set_weights(only=number)
-        for module in self.modules.roots[number].modules():
-            if isinstance(module, BatchNorm):
-                module.forward = _by_share(module, self)  # type: ignore[method-assign]
-
-    def sizes(self) -> list[int] | None:
-        """Samples of each rank in the present micro-batch, for statistics by share."""
-        step, variant = self._now
-        if variant != BY_SHARE:
-            return None
-        return [size_of(window.batches[0][1]) for window in self._windows(step, variant)]
-
-    def see_draw(self, results: list[Tensor]) -> None:
-        """Replace a draw by the ranks' recorded ones."""
-        recorded = [window.draws[self._draw] for window in self._windows(*self._now) if self._draw < len(window.draws)]
-        self._draw += 1
-        for index, result in enumerate(results):
-            parts = [draw[index] for draw in recorded if index < len(draw)]
-            if parts and result.dim():
-                whole = torch.cat(parts) if sum(map(len, parts)) == len(result) else parts[0]
-                if whole.shape == result.shape:
-                    result.copy_(whole)
-                else:
-                    (self.folder / UNMATCHED).touch()
-
-    def _set_weights(self, only: int | None = None) -> None:
-        weights = self.ranks[0][self._now[0]].weights
-        for number, (tensors, saved) in enumerate(zip(self.modules.tensors(), weights, strict=False)):
+    def set_weights(self, values: list[list[Tensor]], only: int | None = None) -> None:
+        """Put weights and buffers of all outermost modules in place, or of one."""
+        for number, (tensors, saved) in enumerate(zip(self.modules.tensors(), values, strict=False)):
             if only in (None, number):
                 with torch.no_grad():
                     for tensor, value in zip(tensors, saved, strict=True):
                         tensor.copy_(value)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save the gradients of the present variant."""
-        if self.step >= len(self.plan):
-            self.end()
-        self.modules.add(optimizer)
-        step, variant = self.plan[self.step]
-        found = [
-            [None if each.grad is None else each.grad.detach().clone() for _, each in root]
-            for root in self.modules.parameters()
-        ]
-        torch.save(found, self.folder / f"replay {step} {variant}.pt")
+    def end(self) -> None:
+        """End this process and its data workers."""
+        self.write_facts()
+        for child in multiprocessing.active_children():
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the next window's weights in place."""
-        self.step, self._draw = self.step + 1, 0
-        self._set_weights()
+    def number_of(self, loader: DataLoader[Any]) -> int:
+        """Return a loader's number in the order of creation."""
+        return next(number for number, each in enumerate(self.loaders) if each is loader)
+
+    def _watch_loaders(self) -> None:
+        begin, iterate, length, observer = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__, self
+
+        def made(loader: DataLoader[Any], *args: Any, **options: Any) -> None:
+            begin(loader, *args, **options)
+            observer.loaders.append(loader)
+
+        def iterated(loader: DataLoader[Any]) -> Iterator[Any]:
+            if torch.utils.data.get_worker_info() is not None or not any(loader is each for each in observer.loaders):
+                return iter(iterate(loader))
+            number = observer.number_of(loader)
+            iteration = observer._iterations[number] = observer._iterations.get(number, -1) + 1
+            observer.begin_draws()
+            return observer.batches(number, iteration, loader, lambda: iter(iterate(loader)))
+
+        def counted(loader: DataLoader[Any]) -> int:
+            return observer.length(loader, lambda: length(loader))
+
+        DataLoader.__init__ = made  # type: ignore[method-assign, assignment]
+        DataLoader.__iter__ = iterated  # type: ignore[method-assign, assignment]
+        DataLoader.__len__ = counted  # type: ignore[method-assign]
+
+    def _watch_collectives(self) -> None:
+        observer = self
+
+        def watched(plain: Any, is_sum: bool) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
+                values = tensors[0] if tensors else None
+                if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+                    observer.facts.setdefault("cut", users_place())
+                found = plain(*args, **options)
+                if observer.is_evaluating and not options.get("async_op"):
+                    observer.facts["collectives"] += 1
+                    if is_sum and values is not None and values.numel() <= _REDUCED:
+                        reduced = {"place": users_place(), "values": values.detach().double().flatten().tolist()}
+                        observer.facts["reductions"].append(reduced)
+                return found
+
+            return call
+
+        for name in ("all_reduce", "reduce"):
+            setattr(dist, name, watched(getattr(dist, name), is_sum=True))
+        for name in ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"):
+            setattr(dist, name, watched(getattr(dist, name), is_sum=False))
+
+    def _watch_files(self) -> None:
+        """Keep the files of torch.save in the audit's folder, where torch.load finds them."""
+        save, load, folder = torch.save, torch.load, self.folder
+
+        def kept(file: Any) -> Path | None:
+            if not isinstance(file, str | os.PathLike):
+                return None
+            digest = hashlib.sha256(str(Path(file).resolve()).encode()).hexdigest()
+            return folder / "saved" / digest[:32]
+
+        def saved(values: Any, f: Any, *args: Any, **options: Any) -> Any:
+            path = kept(f)
+            if path is None:
+                return save(values, f, *args, **options)
+            path.parent.mkdir(exist_ok=True)
+            self.facts["saves"].append({"path": str(Path(f).resolve()), "place": users_place()})
+            self.write_facts()
+            part = path.with_suffix(f".{os.getpid()}")
+            save(values, part, *args, **options)
+            return part.replace(path) and None
+
+        def loaded(f: Any, *args: Any, **options: Any) -> Any:
+            path = kept(f)
+            return load(path if path is not None and path.exists() else f, *args, **options)
+
+        torch.save, torch.load = saved, loaded  # type: ignore[assignment]
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        modules = self.modules
+        if not modules.depth:
+            is_training = torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
+            if is_training and not any(module is each for each in modules.roots):
+                is_training = modules.add_root(module)
+                if is_training:
+                    self.see_root(len(modules.roots) - 1)
+            self.is_evaluating = not torch.is_grad_enabled() or not module.training
+            if is_training:
+                number = next(number for number, each in enumerate(modules.roots) if each is module)
+                kinds = {parameter.dtype for parameter in module.parameters()}
+                is_cast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+                modules.is_coarse |= is_cast or bool(kinds & {torch.bfloat16, torch.float16})
+                self._needs_input = True
+                self.see_call(number, module)
+        modules.depth += 1
+        if self._needs_input and inputs and isinstance(inputs[0], Tensor):  # of the innermost, where others take names
+            self._needs_input = False
+            self.inputs += digests([inputs[0]])
+        self.see_module(module)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.modules.depth -= 1
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self._stepping += 1
+        if self._stepping == 1:  # not of an optimizer within another one
+            self.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._stepping -= 1
+        if not self._stepping:
+            self.after_step(optimizer)
+
+    @abstractmethod
+    def write_facts(self) -> None:
+        """Write what is known beside the windows."""
+
+    @abstractmethod
+    def batches(self, number: int, iteration: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
+        """Yield a loader's batches; `plain()` returns its own iterator."""
+
+    @abstractmethod
+    def length(self, loader: DataLoader[Any], plain: Callable[[], int]) -> int:
+        """Return the loader's number of batches; `plain()` counts its own."""
+
+    @abstractmethod
+    def see_draw(self, result: Tensor, is_new: bool) -> Tensor:
+        """See the result of a random operator; return it, or if it `is_new`, another one of any size."""
+
+    @abstractmethod
+    def see_root(self, number: int) -> None:
+        """See that a new outermost module is about to be called."""
+
+    def see_call(self, number: int, root: nn.Module) -> None:
+        """See that an outermost module is about to be called, whose gradients will be computed."""
+        return
+
+    def see_module(self, module: nn.Module) -> None:
+        """See that any module is about to be called."""
+        return
+
+    @abstractmethod
+    def before_step(self, optimizer: Optimizer) -> None:
+        """See that an optimizer is about to step."""
+
+    @abstractmethod
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See that an optimizer has stepped."""
 
 
-def _by_share(module: Any, replayer: Replayer) -> Any:
-    plain = module.forward
-
-    def forward(x: Tensor) -> Tensor:
-        sizes = replayer.sizes()
-        if sizes is None or not module.training or sum(sizes) != len(x):
-            result: Tensor = plain(x)
-            return result
-        return torch.cat([plain(share) for share in torch.split(x, sizes)])
-
-    return forward
+def digests(tensors: list[Tensor]) -> list[bytes]:
+    """Return a digest of each sample: of the rows of tensors with the same first dimension n."""
+    tensors = [tensor.detach().cpu() for tensor in tensors if tensor.dim()]
+    tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
+    size = len(tensors[0]) if tensors else 0
+    rows = [tensor.reshape(size, -1).contiguous().view(torch.uint8).numpy() for tensor in tensors if tensor.numel()]
+    return [hashlib.sha256(b"".join(row[number].tobytes() for row in rows)).digest()[:16] for number in range(size)]
 
 
-def load(folder: Path) -> list[list[Window]]:
-    """Return the recorded windows of each rank."""
-    found = []
-    for rank in range(len([*folder.glob("rank*")])):
-        paths = sorted(folder.glob(f"rank{rank}/window*.pt"), key=lambda path: int(path.stem.removeprefix("window")))
-        found.append(_without_lead([Window(*torch.load(path, weights_only=False)) for path in paths]))
-    return found
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """Return the learning rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
-def _without_lead(windows: list[Window]) -> list[Window]:
-    """Return the windows with their own batches, where the loop reads some ahead: more in the first window."""
-    counts = [len(window.batches) for window in windows]
-    if len(counts) < 2 or counts[0] <= counts[1]:
-        return windows
-    batches, each = [batch for window in windows for batch in window.batches], counts[1]
-    return [
-        window._replace(batches=batches[number * each : (number + 1) * each]) for number, window in enumerate(windows)
-    ]
-
-
-def copied(batch: Any) -> Any:
-    """Return a batch whose tensors the script cannot change."""
-    return _mapped(lambda parts: parts[0].detach().clone(), [batch])
-
-
-def joined(batches: list[Any]) -> Any:
-    """Return the batches as one: tensors and lists of samples end to end."""
-    return _mapped(lambda parts: torch.cat(parts) if parts[0].dim() else parts[0], batches)
-
-
-def size_of(batch: Any) -> int:
-    """Return a batch's number of samples, by its first tensor; 0 without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, list | tuple) else ()
-    return next(filter(None, map(size_of, values)), 0)
-
-
-def _mapped(join: Any, batches: list[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return join(batches)
-    if hasattr(first, "keys"):  # a dict, or a mapping such as a tokenizer's output
-        return type(first)({key: _mapped(join, [batch[key] for batch in batches]) for key in first.keys()})  # noqa: SIM118
-    if isinstance(first, tuple | list):
-        if first and not any(isinstance(each, Tensor | tuple | list) or hasattr(each, "keys") for each in first):
-            return type(first)(each for batch in batches for each in batch)  # texts, names: one for each sample
-        made = [_mapped(join, [batch[index] for batch in batches]) for index in range(len(first))]
-        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
-    return first
-
-
-def _users_place() -> str:
+def users_place() -> str:
+    """Return FILE:LINE of the innermost frame in the user's code; "" without one."""
     from ..monitor.failures import is_library
 
     for frame, line in traceback.walk_stack(None):
@@ -447,6 +362,12 @@ def _users_place() -> str:
 
 def install() -> None:
     """Observe this process, as the environment says."""
+    from .recorder import Recorder  # late: they import this module
+    from .replayer import Replayer
+
     asked = json.loads(os.environ[VARIABLE])
-    kind = {"record": Recorder, "replay": Replayer}[asked["mode"]]
-    kind(Path(asked["folder"]), int(asked["steps"])).install()
+    folder, dtype = Path(asked["folder"]), torch.float64 if asked.get("float64") else None
+    if asked["mode"] == "record":
+        Recorder(folder, dtype, asked["steps"]).install()
+    else:
+        Replayer(folder, dtype, asked["passes"]).install()

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..audit import start
 from ..errors import ProofError, RequestError, RunError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..audit.judge import Verdict
 
 USAGE = """\
-usage: lockstep audit [--devices N] [--steps K] [--output FOLDER] SCRIPT [its own flags]
-       lockstep audit [--steps K] [--output FOLDER] -- COMMAND      one that starts the ranks, such as accelerate launch
+usage: lockstep audit [--devices N] [flags] SCRIPT [its own flags]
+       lockstep audit [flags] -- COMMAND      one that starts the ranks, such as accelerate launch
 
 Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps; then in one process, on
 the ranks' samples, random draws and weights, and compares the gradients. Says whether N ranks train the model that one
@@ -30,11 +30,13 @@ process would train, and what makes them differ.
 
   --devices N       ranks (default: 2)
   --steps K         optimizer steps (default: 3)
+  --float64         compute in float64, as far as the script follows torch's default dtype
+  --timeout S       seconds without a step after which the script is ended (default: 300)
   --output FOLDER   also write audit.md and audit.json there
 
 Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
 """
-_OWN = dict.fromkeys(("--devices", "--steps", "--output"), str)
+_OWN = {**dict.fromkeys(("--devices", "--steps", "--output", "--timeout"), str), "--float64": bool}
 
 
 def main(given: list[str]) -> int:
@@ -55,24 +57,46 @@ def main(given: list[str]) -> int:
     about = shlex.join(command)
     if at is None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+    asked = {"limit_s": float(_whole(own, "--timeout", 300)), "float64": "--float64" in own}
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
-        folder = Path(name)
-        if not start.run("record", command, folder, steps):
-            raise _failed(folder / "record.txt", f"{about} failed by itself")
-        if not [*folder.glob("rank*/window*.pt")]:
-            raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call.")
-        if not start.run("replay", command, folder, steps) and not [*folder.glob("replay *.pt")]:
-            raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
-        from ..audit.judge import judge  # late: it imports torch
-
-        try:
-            verdict = judge(folder)
-        except ValueError as error:
-            raise RequestError(f"{about} cannot be judged: {error}.") from error
+        verdict = _verdict(command, about, Path(name), steps, asked)
     _print(verdict, about, Path(own["--output"]) if "--output" in own else None)
     if not verdict.is_sound:
         raise ProofError(f"{verdict.ranks} ranks of {about} do not train the model that one process would train.")
+    if verdict.refusal:
+        raise RequestError(f"{about} cannot be judged: {verdict.refusal}.")
     return 0
+
+
+def _verdict(command: list[str], about: str, folder: Path, steps: int, asked: dict[str, Any]) -> Verdict:
+    code = start.run("record", command, folder, steps=steps, **asked)
+    if code and not all((rank / "final.pt").exists() for rank in folder.glob("rank*")):
+        raise _failed(folder / "record.txt", f"{about} failed by itself")
+    ranks = len([*folder.glob("rank*/window0.pt")])
+    if not ranks:
+        within = f" within {asked['limit_s']:g} s (--timeout)" if code is None else ""
+        raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call{within}.")
+    if ranks < 2:
+        raise RequestError(f"{about} cannot be judged: it has one rank; start several, as by --devices 2.")
+    from ..audit import judge  # late: it imports torch
+    from ..audit.recording import REFUSED, TOGETHER, Recording
+
+    record = Recording(folder)
+    missing, keeps_world = [TOGETHER], False
+    while missing:
+        code = start.run("replay", command, folder, passes=missing, keeps_world=keeps_world, **asked)
+        done = [name for name in missing if record.replayed(record.steps - 1, name) is not None]
+        if (folder / REFUSED).exists():
+            break
+        if not done and record.replayed(0, missing[0]) is None and not keeps_world:
+            keeps_world = True  # of a trainer that has been told how many ranks there are
+            continue
+        if code and not done and missing == [TOGETHER] and record.replayed(0, TOGETHER) is None:
+            raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
+        if not done:
+            break
+        missing = judge.passes(record) if TOGETHER in missing else [name for name in missing if name not in done]
+    return judge.judge(record)
 
 
 def _failed(output: Path, sentence: str) -> RunError:
@@ -91,11 +115,15 @@ def _whole(own: Mapping[str, str], name: str, usual: int) -> int:
 def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
     about = f"{command}: {verdict.steps} steps on {verdict.ranks} ranks against one process"
     lines = [f"{'by design' if each.by_design else 'FAULT'}: {each.sentence}" for each in verdict.findings]
-    if verdict.largest_gap is not None and verdict.largest_gap <= verdict.tolerance:
+    if not verdict.refusal and verdict.largest_gap is not None and verdict.largest_gap <= verdict.tolerance:
         lines.append(
             f"{'sound' if verdict.is_sound else 'gradients'}: one process computes the same gradients of the ranks' "
             f"samples and draws (largest difference {verdict.largest_gap:.1e}, tolerance {verdict.tolerance:g})."
         )
+    if verdict.unseen:
+        lines.append(f"not seen: {'; '.join(verdict.unseen)}.")
+    if verdict.refusal:
+        lines.append(f"not judged: the gradients against one process, since {verdict.refusal}.")
     with output.written():
         screen = Screen()
         for line in (about, *lines):
@@ -109,7 +137,9 @@ def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
                 "command": command,
                 "ranks": verdict.ranks,
                 "steps": verdict.steps,
-                "sound": verdict.is_sound,
+                "sound": verdict.is_sound and not verdict.refusal,
+                "refusal": verdict.refusal,
+                "unseen": verdict.unseen,
                 "largest_gap": verdict.largest_gap,
                 "tolerance": verdict.tolerance,
                 "findings": [dataclasses.asdict(each) for each in verdict.findings],

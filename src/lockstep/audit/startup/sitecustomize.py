@@ -34,7 +34,8 @@ class _Finder(importlib.machinery.PathFinder):
 
 
 def _begin() -> None:
-    if json.loads(os.environ[_NAME])["mode"] == "replay" and "RANK" in os.environ:
+    asked = json.loads(os.environ[_NAME])
+    if asked["mode"] == "replay" and "RANK" in os.environ and not asked.get("keeps_world"):
         if os.environ["RANK"] != "0":
             os._exit(0)  # one process replays for all
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
