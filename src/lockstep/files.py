@@ -25,6 +25,7 @@ from .printable import visible_json
 MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
 LOCK = ".lock"
 """In a run's folder: rank 0's process locks its first byte, and supervisors of restarted ranks share the second."""
+_DIGITS = 40  # of a whole number in JSON; floats have no room for 309
 DEFECTS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error)
 """Errors that a damaged or hostile file's contents raise in a reader."""
 REFUSED = {
@@ -98,11 +99,17 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of JSON text. Raises ValueError for damage, and for lists nested too deeply."""
+    """Return the value of JSON text. Raises ValueError for damage, deep nesting and very long numbers."""
     try:
-        return json.loads(data)
+        return json.loads(data, parse_int=_whole)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def reason(error: BaseException) -> str:

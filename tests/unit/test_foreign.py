@@ -178,14 +178,22 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         assert outcome(*words)[0] == 2
 
 
-@pytest.mark.parametrize("name", ["top1", "step_p50_s", "exit"])
-def test_a_run_whose_numbers_are_none_is_told_in_a_table(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("top1", [], "TypeError"),
+        ("step_p50_s", [], "TypeError"),
+        ("exit", [], "TypeError"),
+        ("exit", 10**400, "ValueError"),
+    ],
+)
+def test_a_run_whose_numbers_are_none_is_told_in_a_table(tmp_path: Path, name: str, value: Any, error: str) -> None:
     path = copy_of_run(tmp_path) / "summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: []}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     assert outcome("runs", tmp_path)[0] == 0
     code, said = outcome("compare", "--output", tmp_path / "report", "--from", path.parent)
     assert code == 2
-    assert "summary.json cannot be read (TypeError" in said
+    assert f"summary.json cannot be read ({error}" in said
 
 
 # ---- what a checkpoint's names lead to

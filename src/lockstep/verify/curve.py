@@ -186,7 +186,7 @@ def _known(setup: Setup) -> Known:
             batch=told["plan"].get("global_size", 0),
             has_statistics=told["chosen"]["batchnorm"] != "none",
             has_epochs=bool(told["epochs"]),
-            optimizers=len(state.meta.get("groups", [()])),  # sessions record them
+            optimizers=len(state.meta.get("optimizers", [()])),  # sessions record them
         )
 
 
