@@ -55,9 +55,9 @@ class Verdict:
 
 def passes(record: Recording) -> list[str]:
     """Return the passes whose replay tells causes, after the one of all ranks' samples together."""
-    found = []
+    found = list[str]()
     for step in range(record.steps):
-        windows, together = _step(record, step), record.replayed(step, TOGETHER)
+        windows, together = _step(record, step), record.whole(step)
         own = [_named(window, window.gradients) for window in windows]
         if (
             together is None
@@ -67,6 +67,13 @@ def passes(record: Recording) -> list[str]:
             found = [BY_SHARE] * windows[0].has_batchnorm + [f"rank {rank}" for rank in range(len(record.windows))]
             break
     return found + [FIRST] * bool(_uneven_windows(record))
+
+
+def takes_turns(record: Recording) -> bool:
+    """Return whether one process makes a micro-batch of each rank's, as where their number is divided by the ranks'."""
+    replayed = record.whole(0)
+    calls = sum(window.micro_batches for window in _step(record, 0)) if record.steps else 0
+    return replayed is not None and replayed.micro_batches == calls > record.windows[0][0].micro_batches
 
 
 def judge(record: Recording) -> Verdict:
@@ -94,7 +101,7 @@ def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
             verdict.add(_buffers_differ(windows, step))
     verdict.add(_wasted_exchanges(windows, step))
     own = [_named(window, window.gradients) for window in windows]
-    ran = {name: record.replayed(step, name) for name in (TOGETHER, BY_SHARE, *_ranks(windows))}
+    ran = {name: record.replayed(step, name) for name in (BY_SHARE, *_ranks(windows))} | {TOGETHER: record.whole(step)}
     replays = {name: _named(windows[0], each.gradients) if each else {} for name, each in ran.items()}
     alone = [replays[name] for name in _ranks(windows)]
     if any(not bool(gradient.isfinite().all()) for each in own for gradient in each.values()):
@@ -326,7 +333,7 @@ def _schedule(record: Recording) -> Finding | None:
         )
 
     for step, window in enumerate(record.windows[0][: record.steps]):
-        replayed = record.replayed(step, TOGETHER)
+        replayed = record.whole(step)
         if replayed is not None and differ(window.learning_rates, replayed.learning_rates):
             return finding(f"At step {step + 1}", window.learning_rates, replayed.learning_rates)
     theirs, ours = record.facts[0].get("next_learning_rates"), record.replay_facts().get("next_learning_rates")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -28,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 
 from .._torch import TorchDispatchMode
-from . import VARIABLE
+from . import VARIABLE, recording
 
 TAIL_S, TAIL_STEPS = 30.0, 4
 """Longest time of a tail, in seconds, and its optimizer steps: of batches that were read ahead."""
@@ -115,6 +116,8 @@ class Observer(ABC):
         self.is_evaluating = False
         self.is_tail = False
         self.inputs: list[bytes] = []
+        self.calls = 0
+        """Of outermost modules whose gradients are computed, in this window."""
         self.loaders: list[DataLoader[Any]] = []
         self._iterations: dict[int, int] = {}
         self.made = 0
@@ -132,7 +135,7 @@ class Observer(ABC):
             torch.set_default_dtype(self.dtype)
         nn.modules.module.register_module_forward_pre_hook(self._enter)
         nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._before_step(optimizer))
+        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._after_step(optimizer))
         self._watch_loaders()
         self._watch_collectives()
@@ -140,6 +143,7 @@ class Observer(ABC):
         atexit.register(self.write_facts)
         plain = Optimizer.__init__
 
+        @functools.wraps(plain)
         def made(optimizer: Any, *args: Any, **options: Any) -> None:
             plain(optimizer, *args, **options)
             self.made += 1
@@ -174,7 +178,8 @@ class Observer(ABC):
             if only in (None, number):
                 with torch.no_grad():
                     for tensor, value in zip(tensors, saved, strict=True):
-                        tensor.copy_(value)
+                        if not torch.equal(tensor, value):  # a graph that is still needed may hold it
+                            tensor.copy_(value)
 
     def end(self) -> None:
         """End this process and its data workers."""
@@ -193,10 +198,12 @@ class Observer(ABC):
     def _watch_loaders(self) -> None:
         begin, iterate, length, observer = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__, self
 
+        @functools.wraps(begin)
         def made(loader: DataLoader[Any], *args: Any, **options: Any) -> None:
             begin(loader, *args, **options)
             observer.loaders.append(loader)
 
+        @functools.wraps(iterate)
         def iterated(loader: DataLoader[Any]) -> Iterator[Any]:
             if torch.utils.data.get_worker_info() is not None or not any(loader is each for each in observer.loaders):
                 return iter(iterate(loader))
@@ -205,6 +212,7 @@ class Observer(ABC):
             observer.begin_draws()
             return observer.batches(number, iteration, loader, lambda: iter(iterate(loader)))
 
+        @functools.wraps(length)
         def counted(loader: DataLoader[Any]) -> int:
             return observer.length(loader, lambda: length(loader))
 
@@ -216,6 +224,7 @@ class Observer(ABC):
         observer = self
 
         def watched(plain: Any, is_sum: bool) -> Any:
+            @functools.wraps(plain)
             def call(*args: Any, **options: Any) -> Any:
                 tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
                 values = tensors[0] if tensors else None
@@ -237,29 +246,35 @@ class Observer(ABC):
             setattr(dist, name, watched(getattr(dist, name), is_sum=False))
 
     def _watch_files(self) -> None:
-        """Keep the files of torch.save in the audit's folder, where torch.load finds them."""
-        save, load, folder = torch.save, torch.load, self.folder
+        """Leave the user's files as they are: one that torch.save would overwrite goes to the audit's folder.
 
-        def kept(file: Any) -> Path | None:
-            if not isinstance(file, str | os.PathLike):
-                return None
-            digest = hashlib.sha256(str(Path(file).resolve()).encode()).hexdigest()
-            return folder / "saved" / digest[:32]
+        torch.load finds it there. A new file is written, and removed after the audit (see `start.remove_made`).
+        """
+        save, load, folder = torch.save, torch.load, self.folder / "saved"
 
+        @functools.wraps(save)
         def saved(values: Any, f: Any, *args: Any, **options: Any) -> Any:
-            path = kept(f)
-            if path is None:
+            if not isinstance(f, str | os.PathLike):
                 return save(values, f, *args, **options)
-            path.parent.mkdir(exist_ok=True)
-            self.facts["saves"].append({"path": str(Path(f).resolve()), "place": users_place()})
-            self.write_facts()
-            part = path.with_suffix(f".{os.getpid()}")
-            save(values, part, *args, **options)
-            return part.replace(path) and None
+            path = Path(f).resolve()
+            kept = folder / recording.key(path)
+            if not self.is_tail or not any(each["path"] == str(path) for each in self.facts["saves"]):
+                self.facts["saves"].append({"path": str(path), "place": users_place()})
+            folder.mkdir(exist_ok=True)
+            if not path.exists() or recording.is_made(kept):
+                recording.make(kept, path)
+                return save(values, f, *args, **options)
+            if self.is_tail:
+                self.end()  # before it is copied or renamed
+            recording.save(values, kept)
+            return None
 
+        @functools.wraps(load)
         def loaded(f: Any, *args: Any, **options: Any) -> Any:
-            path = kept(f)
-            return load(path if path is not None and path.exists() else f, *args, **options)
+            if isinstance(f, str | os.PathLike):
+                kept = folder / recording.key(Path(f).resolve())
+                f = kept if kept.exists() and not recording.is_made(kept) else f
+            return load(f, *args, **options)
 
         torch.save, torch.load = saved, loaded  # type: ignore[assignment]
 
@@ -278,6 +293,7 @@ class Observer(ABC):
                 is_cast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
                 modules.is_coarse |= is_cast or bool(kinds & {torch.bfloat16, torch.float16})
                 self._needs_input = True
+                self.calls += 1
                 self.see_call(number, module)
         modules.depth += 1
         if self._needs_input and inputs and isinstance(inputs[0], Tensor):  # of the innermost, where others take names
@@ -288,10 +304,27 @@ class Observer(ABC):
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.modules.depth -= 1
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
         self._stepping += 1
-        if self._stepping == 1:  # not of an optimizer within another one
+        if self._stepping > 1:  # of an optimizer within another one
+            return None
+        closure = options.get("closure") or next((each for each in args[1:] if callable(each)), None)
+        if closure is None:
             self.before_step(optimizer)
+            return None
+        has_begun = False
+
+        def computed(*words: Any) -> Any:  # the gradients are computed within the step, at first or alone
+            nonlocal has_begun
+            loss = closure(*words)
+            if not has_begun:
+                has_begun = True
+                self.before_step(optimizer)
+            return loss
+
+        return (args[0], computed, *args[2:]) if len(args) > 1 else args, options | (
+            {"closure": computed} if "closure" in options else {}
+        )
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._stepping -= 1

@@ -42,7 +42,6 @@ class Recorder(Observer):
         self._buffers: dict[str, Tensor] = {}
         self._seen: set[int] = set()
         self._exchanges: list[bool] = []
-        self._calls = 0
         self._is_reading = False
         self._generators: Any = None
         self._is_drawn_outside = False
@@ -162,7 +161,6 @@ class Recorder(Observer):
 
     def see_call(self, number: int, root: nn.Module) -> None:
         """Keep a root's weights before its first call in a window."""
-        self._calls += 1
         if self._current is not None:
             self._training.add(self._current)
         if number not in self._weights:
@@ -214,7 +212,7 @@ class Recorder(Observer):
             optimizer=number,
             learning_rates=learning_rates(optimizer),
             inputs=self.inputs,
-            micro_batches=self._calls,
+            micro_batches=self.calls,
             exchanges=self._exchanges,
             place=users_place(),
         )
@@ -222,7 +220,7 @@ class Recorder(Observer):
         self.step += 1
         self.write_facts()
         self._reads, self._draws, self._weights, self._buffers, self._exchanges = [], [], {}, {}, []
-        self._calls, self.inputs, self._seen, self._is_drawn_outside = 0, [], set(), False
+        self.calls, self.inputs, self._seen, self._is_drawn_outside = 0, [], set(), False
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Begin the tail after the last window."""

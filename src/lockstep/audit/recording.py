@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-TOGETHER, BY_SHARE, FIRST = "together", "statistics by share", "first micro-batch"
-"""Passes of a replay: all ranks' samples in one batch; the same with BatchNorm's statistics of each rank's share; every
-micro-batch of every window is the very first. The others, `rank 0` and so on, have one rank's samples."""
+TOGETHER, TURNS, BY_SHARE, FIRST = "together", "in turns", "statistics by share", "first micro-batch"
+"""Passes of a replay: all ranks' samples in one batch; each rank's batch by itself; all in one with BatchNorm's
+statistics of each rank's share; every micro-batch of every window the very first. The others, `rank 0` and so on, have
+one rank's samples."""
 REFUSED = "refused.txt"
 """File that says why the ranks' batches cannot be joined."""
 _IGNORED = -100  # target that the field's losses leave out
@@ -77,6 +79,7 @@ class Replayed(NamedTuple):
     gradients: list[list[Tensor | None]]
     learning_rates: list[float]
     inputs: list[bytes]
+    micro_batches: int
 
 
 class Recording:
@@ -116,6 +119,10 @@ class Recording:
         path = replay_path(self.folder, step, name)
         return Replayed(*torch.serialization.load(path, weights_only=False)) if path.exists() else None
 
+    def whole(self, step: int) -> Replayed | None:
+        """Return what one process computed of all ranks' samples."""
+        return self.replayed(step, TURNS) or self.replayed(step, TOGETHER)
+
     def replay_facts(self) -> dict[str, Any]:
         """Return the facts of the one process that all samples were given to."""
         path = self.folder / "replay.json"
@@ -142,6 +149,21 @@ def save(values: Any, path: Path) -> None:
     part = path.with_suffix(".part")
     torch.serialization.save(values, part)
     part.replace(path)
+
+
+def key(path: Path) -> str:
+    """Return the name by which the audit's folder knows a file of the script."""
+    return hashlib.sha256(str(path).encode()).hexdigest()[:32]
+
+
+def make(kept: Path, path: Path) -> None:
+    """Note that the script is about to make a file that was not there."""
+    kept.with_suffix(".made").write_text(str(path))
+
+
+def is_made(kept: Path) -> bool:
+    """Return whether the script has made this file."""
+    return kept.with_suffix(".made").exists()
 
 
 def generator_states() -> tuple[Any, Any]:

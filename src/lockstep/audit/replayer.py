@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from .._torch import BatchNorm
 from . import recording
 from .observer import Observer, learning_rates
-from .recording import BY_SHARE, FIRST, REFUSED, TOGETHER, Read, Recording, Window
+from .recording import BY_SHARE, FIRST, REFUSED, TOGETHER, TURNS, Read, Recording, Window
 
 
 class _Feed:
@@ -35,7 +35,9 @@ class _Feed:
         name = self._passes[self._pass]
         chosen = [int(name.removeprefix("rank "))] if name.startswith("rank ") else [*range(len(self._ranks))]
         is_last = self._pass == len(self._passes) - 1
-        reads = [self._ranks[rank] + (self._tails[rank] if is_last and name == TOGETHER else []) for rank in chosen]
+        reads = [
+            self._ranks[rank] + (self._tails[rank] if is_last and name in (TOGETHER, TURNS) else []) for rank in chosen
+        ]
         found = []
         for iteration in sorted({read.iteration for rank in reads for read in rank}):
             ours = [[read for read in rank if read.iteration == iteration] for rank in reads]
@@ -45,6 +47,8 @@ class _Feed:
             ]
             if name == FIRST:
                 parts = [parts[0] for _ in parts]
+            if name == TURNS:
+                parts = [[read] for each in parts for read in each]
             is_ended = any(read.is_end for rank in ours for read in rank)
             found.append(
                 ([[read.batch for read in each] for each in parts], [each[0].generators for each in parts], is_ended)
@@ -52,7 +56,7 @@ class _Feed:
         return found
 
     def next_iteration(self) -> Iterator[tuple[list[Any], Any]]:
-        """Yield each batch's parts and the generators' states; then those of the next pass, where the record breaks off."""
+        """Yield each batch's parts and the generators' states; of the next pass where the record breaks off."""
         while True:
             if self._iteration >= len(self._items):
                 if self._pass + 1 >= len(self._passes):
@@ -77,7 +81,9 @@ class Replayer(Observer):
         record = Recording(folder)
         self._windows, self._passes = record.windows, passes
         self._plan = [(step, name) for name in passes for step in range(record.steps)]
-        self._draw = 0
+        self._has_tail = passes[-1] in (TOGETHER, TURNS)
+        self._draw = self._draw_of_pass = 0
+        self._draws = [[draw for window in windows for draw in window.draws] for windows in record.windows]
         self._final = record.final()
         self._recorded = record.facts[0]
         self._training = {number for facts in record.facts for number in facts["training"]}
@@ -115,7 +121,7 @@ class Replayer(Observer):
 
     def write_facts(self) -> None:
         """See `Observer.write_facts`."""
-        if self.step and TOGETHER in self._passes:
+        if self.step and self._has_tail:
             part = self.folder / f"replay.{os.getpid()}"
             part.write_text(json.dumps(self.facts | {"reached_tail": self.is_tail}))
             part.replace(self.folder / "replay.json")
@@ -182,7 +188,10 @@ class Replayer(Observer):
         """Replace a draw by the ranks' recorded ones, one after the other if they are of samples."""
         windows = self._chosen()
         draws = [window.draws[self._draw] for window in windows if self._draw < len(window.draws)]
-        self._draw += 1
+        if self._now[1] == TURNS:
+            turn, rank = divmod(self._draw_of_pass, len(self._windows))
+            windows, draws = windows[:1], self._draws[rank][turn : turn + 1]
+        self._draw, self._draw_of_pass = self._draw + 1, self._draw_of_pass + 1
         if self.is_tail or not result.dim() or len(draws) < len(windows) or not draws[0].dim():
             return result
         is_alike = all(torch.equal(draws[0], draw) for draw in draws[1:])
@@ -206,7 +215,7 @@ class Replayer(Observer):
         if self.is_tail or not self.modules.roots:
             return
         step, name = self._now
-        found = (self.modules.gradients(optimizer), learning_rates(optimizer), self.inputs)
+        found = (self.modules.gradients(optimizer), learning_rates(optimizer), self.inputs, self.calls)
         recording.save(found, recording.replay_path(self.folder, step, name))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -216,11 +225,13 @@ class Replayer(Observer):
             return
         if not self.modules.roots:
             return
-        self.step, self._draw, self.inputs = self.step + 1, 0, []
+        self.step, self._draw, self.inputs, self.calls = self.step + 1, 0, [], 0
+        if self.step < len(self._plan) and not self._now[0]:
+            self._draw_of_pass = 0
         if self.step < len(self._plan):
             step, name = self._now
             self.set_weights(self._windows[0][0 if name == FIRST else step].weights)
-        elif TOGETHER in self._passes:
+        elif self._has_tail:
             self.set_weights(self._final)
             self.begin_tail()
         else:

@@ -6,39 +6,84 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from . import VARIABLE
 
 _STARTUP = Path(__file__).parent / "startup"
 _LOOK_S = 0.1
+_GRACE_S = 2.0  # for the other ranks to say why, where one has failed
 
 
-def run(mode: str, command: Sequence[str], folder: Path, *, limit_s: float = 300.0, **asked: object) -> int | None:
-    """Run the command with the observer in each of its Python processes; return its exit code.
+class Process(NamedTuple):
+    """A command, and what its environment has beside this process's."""
 
-    `mode` is record or replay, `asked` what the observer takes. The output goes to MODE.txt in `folder`; processes that
-    it leaves are killed. None if it was ended because `folder` had no new file for `limit_s` seconds.
+    command: Sequence[str]
+    env: dict[str, str]
+
+
+def ranks(command: Sequence[str], count: int, *, only: int | None = None) -> list[Process]:
+    """Return `count` ranks of a command with the variables that torchrun would give them; or the rank `only` alone."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCHELASTIC_RUN_ID": "audit"}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{count}")
+    shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    own = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+    chosen = range(count) if only is None else [only]
+    return [Process(command, shared | dict.fromkeys(own, f"{rank}")) for rank in chosen]
+
+
+def run(mode: str, started: Sequence[Process], folder: Path, *, limit_s: float = 300.0, **asked: object) -> int | None:
+    """Run processes with the observer in each Python among them; return the first exit code that is not 0, or 0.
+
+    `mode` is record or replay, `asked` what the observer takes. The output goes to MODE.txt in `folder`. Where one
+    fails, the others are killed, as is in the end what they have left. None if all were killed because `folder` had no
+    new file for `limit_s` seconds.
     """
     path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
     request = json.dumps({"mode": mode, "folder": str(folder), **asked})
     env = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: request, "PYTHONPATH": path}
+    children: list[subprocess.Popen[bytes]] = []
     with (folder / f"{mode}.txt").open("wb") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            changed_s, count = time.monotonic(), 0
-            while process.poll() is None:
-                files = sum(1 for _ in folder.rglob("*"))
-                if files != count:
-                    changed_s, count = time.monotonic(), files
-                if time.monotonic() > changed_s + limit_s:
-                    return None
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_LOOK_S)
-            return process.returncode
+            for each in started:
+                children.append(
+                    subprocess.Popen(
+                        each.command, env=env | each.env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
+            return _waited(children, folder, limit_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def _waited(children: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> int | None:
+    changed_s, count, failed_s = time.monotonic(), 0, 0.0
+    while True:
+        codes = [child.poll() for child in children]
+        failed = next((code for code in codes if code), 0)
+        now_s, files = time.monotonic(), sum(1 for _ in folder.rglob("*"))
+        failed_s = failed_s or now_s * bool(failed)
+        if None not in codes or (failed and now_s > failed_s + _GRACE_S):
+            return failed
+        if files != count:
+            changed_s, count = now_s, files
+        if now_s > changed_s + limit_s:
+            return None
+        time.sleep(_LOOK_S)
+
+
+def remove_made(folder: Path) -> None:
+    """Remove the files that the script made by torch.save where none was."""
+    for each in folder.glob("saved/*.made"):
+        Path(each.read_text()).unlink(missing_ok=True)

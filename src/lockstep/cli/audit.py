@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,18 @@ def main(given: list[str]) -> int:
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
     about = shlex.join(command)
-    if at is None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+
+    def processes(count: int, *, only: int | None = None) -> list[start.Process]:
+        if at is None:
+            return start.ranks([sys.executable, *command], count, only=only)
+        return [start.Process(command, {})]
+
     asked = {"limit_s": float(_whole(own, "--timeout", 300)), "float64": "--float64" in own}
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
-        verdict = _verdict(command, about, Path(name), steps, asked)
+        try:
+            verdict = _verdict(processes, ranks, about, Path(name), steps, asked)
+        finally:
+            start.remove_made(Path(name))
     _print(verdict, about, Path(own["--output"]) if "--output" in own else None)
     if not verdict.is_sound:
         raise ProofError(f"{verdict.ranks} ranks of {about} do not train the model that one process would train.")
@@ -68,8 +75,15 @@ def main(given: list[str]) -> int:
     return 0
 
 
-def _verdict(command: list[str], about: str, folder: Path, steps: int, asked: dict[str, Any]) -> Verdict:
-    code = start.run("record", command, folder, steps=steps, **asked)
+def _verdict(
+    processes: Callable[..., list[start.Process]],
+    devices: int,
+    about: str,
+    folder: Path,
+    steps: int,
+    asked: dict[str, Any],
+) -> Verdict:
+    code = start.run("record", processes(devices), folder, steps=steps, **asked)
     if code and not all((rank / "final.pt").exists() for rank in folder.glob("rank*")):
         raise _failed(folder / "record.txt", f"{about} failed by itself")
     ranks = len([*folder.glob("rank*/window0.pt")])
@@ -79,12 +93,13 @@ def _verdict(command: list[str], about: str, folder: Path, steps: int, asked: di
     if ranks < 2:
         raise RequestError(f"{about} cannot be judged: it has one rank; start several, as by --devices 2.")
     from ..audit import judge  # late: it imports torch
-    from ..audit.recording import REFUSED, TOGETHER, Recording
+    from ..audit.recording import REFUSED, TOGETHER, TURNS, Recording
 
     record = Recording(folder)
     missing, keeps_world = [TOGETHER], False
     while missing:
-        code = start.run("replay", command, folder, passes=missing, keeps_world=keeps_world, **asked)
+        alone = processes(devices if keeps_world else 1, only=0)
+        code = start.run("replay", alone, folder, passes=missing, keeps_world=keeps_world, **asked)
         done = [name for name in missing if record.replayed(record.steps - 1, name) is not None]
         if (folder / REFUSED).exists():
             break
@@ -95,7 +110,12 @@ def _verdict(command: list[str], about: str, folder: Path, steps: int, asked: di
             raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
         if not done:
             break
-        missing = judge.passes(record) if TOGETHER in missing else [name for name in missing if name not in done]
+        if missing == [TOGETHER] and judge.takes_turns(record):
+            missing = [TURNS]
+        elif missing in ([TOGETHER], [TURNS]):
+            missing = judge.passes(record)
+        else:
+            missing = [name for name in missing if name not in done]
     return judge.judge(record)
 
 

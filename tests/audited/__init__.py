@@ -1,0 +1,1 @@
+"""Training scripts that have never heard of lockstep, each right or with one fault: `ddp.py KIND`."""
