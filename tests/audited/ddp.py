@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 kind = sys.argv[1]
-COUNT = 97 if kind in ("padded", "evaluation-pads", "evaluation-drops", "evaluation-means", "evaluation-right") else 96
+COUNT = 97 if kind == "padded" else 96
 
 
 class Noisy(Dataset[Any]):
@@ -95,7 +95,7 @@ def main(rank: int, ranks: int) -> None:
     if kind.startswith("schedule"):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * loops)
 
-    valid_x, valid_y = x[: COUNT - 32], y[: COUNT - 32]
+    valid_x, valid_y = x[:65], y[:65]
     valid = TensorDataset(valid_x, valid_y)
     sampler = DistributedSampler(valid, shuffle=False, drop_last=kind == "evaluation-drops")
     shares = DataLoader(valid, batch_size=16, sampler=sampler)
@@ -159,9 +159,9 @@ def main(rank: int, ranks: int) -> None:
             loader.sampler.set_epoch(epoch)
         if kind == "batchnorm-eval":
             wrapped.eval()
-        batches = [*zip(x.split(8), y.split(8), strict=True)] if kind.startswith("no-loader") else loader
+        batches: Any = [*zip(x.split(8), y.split(8), strict=True)] if kind.startswith("no-loader") else loader
         for number, (a, b) in enumerate(batches):
-            is_over = number + 1 == len(batches) and kind == "last-window"
+            is_over = kind == "last-window" and number + 1 == len(batches)
             is_last = (number + 1) % accumulate == 0 or is_over
             syncs = (is_last or kind in ("accumulate-always",)) and kind != "accumulate-never"
             if kind == "skips" and rank == 1 and number == 1:

@@ -107,14 +107,10 @@ def explained(step: Step, gap: float, cut: str) -> Finding:
         )
     values = sum(gradient.numel() for gradient in together.values())
     if all(step.alone) and not windows[0].is_coarse and values >= _ROWS * len(step.alone):
-        mean = _combined(step.alone, [1 / len(step.alone)] * len(step.alone))
-        is_mean = worst(gaps(own, mean)) <= 10 * step.tolerance
-        weights = _weights(step.alone, together)
-        is_weighed = weights is not None and worst(gaps(_combined(step.alone, weights), together)) <= step.tolerance
-        if is_mean and is_weighed:
-            assert weights is not None
-            return _weighed(step, gap, weights, evidence)
-        if is_mean:
+        theirs, ours = (_weights(step.alone, gradients, step.tolerance) for gradients in (own, together))
+        if theirs is not None and ours is not None:
+            return _weighed(step, gap, theirs, ours, evidence)
+        if theirs is not None:
             return Finding(
                 "coupled samples",
                 f"The loss or a layer couples the samples of a batch, and each rank sees its own share alone "
@@ -130,11 +126,13 @@ def explained(step: Step, gap: float, cut: str) -> Finding:
     )
 
 
-def _weighed(step: Step, gap: float, weights: Sequence[float], evidence: Mapping[str, object]) -> Finding:
-    """Return the finding for ranks that count alike, where one process gives them `weights`."""
+def _weighed(
+    step: Step, gap: float, theirs: Sequence[float], weights: Sequence[float], evidence: Mapping[str, object]
+) -> Finding:
+    """Return the finding for ranks that count by `theirs`, where one process gives them `weights`."""
     sizes = [window.samples() or len(window.inputs) for window in step.windows]
     shares = [size / sum(sizes) for size in sizes] if sum(sizes) else []
-    evidence = {**evidence, "weights": [*weights], "samples": sizes}
+    evidence = {**evidence, "weights": [*theirs], "one_process": [*weights], "samples": sizes}
     if shares and all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(weights, shares, strict=True)):
         return Finding(
             "mean of means",
@@ -143,11 +141,11 @@ def _weighed(step: Step, gap: float, weights: Sequence[float], evidence: Mapping
             "samples, or drop the uneven batch.",
             evidence=evidence,
         )
-    told = ", ".join(f"{weight:.3f}" for weight in weights)
+    told, now = (", ".join(f"{weight:.3f}" for weight in each) for each in (weights, theirs))
     return Finding(
         "mean over other counts",
         f"The loss is a mean over a count that differs between ranks, such as tokens (gradients {gap:.1%} off "
-        f"{step.where}): one process weighs the ranks by {told}, and here they count alike; divide the summed loss by "
+        f"{step.where}): one process weighs the ranks by {told}, and here they count by {now}; divide the sum by "
         "the count over all ranks.",
         evidence=evidence,
     )
@@ -178,11 +176,12 @@ def _combined(alone: Sequence[Gradients], weights: Sequence[float]) -> dict[str,
     }
 
 
-def _weights(alone: Sequence[Gradients], together: Gradients) -> list[float] | None:
-    """Return the weights of the ranks' gradients whose sum is nearest to one process's."""
-    names = _common(*alone, together)
+def _weights(alone: Sequence[Gradients], gradients: Gradients, tolerance: float) -> list[float] | None:
+    """Return the weights of the ranks' gradients whose sum is `gradients`; None where there are none."""
+    names = _common(*alone, gradients)
     if not names:
         return None
     columns = torch.stack([_flat(each, names) for each in alone], dim=1)
-    found = torch.linalg.lstsq(columns, _flat(together, names)[:, None]).solution[:, 0]
-    return [float(weight) for weight in found]
+    found = torch.linalg.lstsq(columns, _flat(gradients, names)[:, None]).solution[:, 0]
+    weights = [float(weight) for weight in found]
+    return weights if worst(gaps(gradients, _combined(alone, weights))) <= 10 * tolerance else None

@@ -33,6 +33,7 @@ from . import VARIABLE, recording
 
 TAIL_S, TAIL_STEPS = 30.0, 4
 """Longest time of a tail, in seconds, and its optimizer steps: of batches that were read ahead."""
+_LOCKSTEP = f"{Path(__file__).parents[1]}{os.sep}"
 _REDUCED = 16  # values of a tensor that an evaluation reduces, at most
 
 
@@ -388,7 +389,7 @@ def users_place() -> str:
 
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
-        if not is_library(file) and "/lockstep/audit/" not in file:
+        if not is_library(file) and not file.startswith(_LOCKSTEP):
             return f"{Path(file).name}:{line}"
     return ""
 

@@ -151,8 +151,8 @@ class Recorder(Observer):
         return length
 
     def see_draw(self, result: Tensor, is_new: bool) -> Tensor:
-        """Keep the result, except what a sampler draws."""
-        if not self._is_reading and not self.is_tail:
+        """Keep the result, except what a sampler draws, and single numbers, such as seeds."""
+        if result.dim() and not self._is_reading and not self.is_tail:
             self._draws.append(result.detach().clone())
         return result
 

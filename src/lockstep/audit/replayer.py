@@ -186,13 +186,15 @@ class Replayer(Observer):
 
     def see_draw(self, result: Tensor, is_new: bool) -> Tensor:
         """Replace a draw by the ranks' recorded ones, one after the other if they are of samples."""
+        if self.is_tail or not result.dim():
+            return result
         windows = self._chosen()
         draws = [window.draws[self._draw] for window in windows if self._draw < len(window.draws)]
         if self._now[1] == TURNS:
             turn, rank = divmod(self._draw_of_pass, len(self._windows))
             windows, draws = windows[:1], self._draws[rank][turn : turn + 1]
         self._draw, self._draw_of_pass = self._draw + 1, self._draw_of_pass + 1
-        if self.is_tail or not result.dim() or len(draws) < len(windows) or not draws[0].dim():
+        if len(draws) < len(windows):
             return result
         is_alike = all(torch.equal(draws[0], draw) for draw in draws[1:])
         sizes = [recording.size_of(window.reads[0].batch) if window.reads else 0 for window in windows]

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..audit import start
 from ..errors import ProofError, RequestError, RunError
@@ -24,9 +24,9 @@ USAGE = """\
 usage: lockstep audit [--devices N] [flags] SCRIPT [its own flags]
        lockstep audit [flags] -- COMMAND      one that starts the ranks, such as accelerate launch
 
-Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps; then in one process, on
-the ranks' samples, random draws and weights, and compares the gradients. Says whether N ranks train the model that one
-process would train, and what makes them differ.
+Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps, and lets it come to an
+evaluation and the next epoch; then in one process, on the ranks' samples, random draws and weights, and compares the
+gradients. Says whether N ranks train the model that one process would train, and what makes them differ.
 
   --devices N       ranks (default: 2)
   --steps K         optimizer steps (default: 3)
@@ -37,6 +37,23 @@ process would train, and what makes them differ.
 Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
 """
 _OWN = {**dict.fromkeys(("--devices", "--steps", "--output", "--timeout"), str), "--float64": bool}
+
+
+class Audited(NamedTuple):
+    """What is audited: a command, how its ranks start, and for how long."""
+
+    about: str
+    processes: Callable[[int, int | None], list[start.Process]]
+    """Returns the processes of so many ranks, or of one rank of them."""
+    ranks: int
+    steps: int = 3
+    float64: bool = False
+    limit_s: float = 300.0
+
+    def run(self, mode: str, folder: Path, ranks: int, only: int | None = None, **asked: object) -> int | None:
+        """Record or replay; return the exit code, None where the command was ended."""
+        started = self.processes(ranks, only)
+        return start.run(mode, started, folder, limit_s=self.limit_s, float64=self.float64, **asked)
 
 
 def main(given: list[str]) -> int:
@@ -51,44 +68,47 @@ def main(given: list[str]) -> int:
         raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
     if at is None and not Path(command[0]).is_file():
         raise RequestError(f"{command[0]} is not there; give the path of a script, or -- and a command.")
-    ranks, steps = (_whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3)))
+    ranks, steps, limit = (
+        _whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3), ("--timeout", 300))
+    )
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
-    about = shlex.join(command)
 
-    def processes(count: int, *, only: int | None = None) -> list[start.Process]:
+    def processes(count: int, only: int | None) -> list[start.Process]:
         if at is None:
             return start.ranks([sys.executable, *command], count, only=only)
         return [start.Process(command, {})]
 
-    asked = {"limit_s": float(_whole(own, "--timeout", 300)), "float64": "--float64" in own}
+    audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in own, float(limit))
+    return judge(audited, Path(own["--output"]) if "--output" in own else None)
+
+
+def judge(audited: Audited, folder: Path | None, keep: Callable[[Verdict], None] = lambda verdict: None) -> int:
+    """Audit, print and write the verdict, also by `keep`; return 0 for a sound script. Raises `ProofError`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         try:
-            verdict = _verdict(processes, ranks, about, Path(name), steps, asked)
+            verdict = _verdict(audited, Path(name))
         finally:
             start.remove_made(Path(name))
-    _print(verdict, about, Path(own["--output"]) if "--output" in own else None)
+    _print(verdict, audited.about, folder)
+    keep(verdict)
     if not verdict.is_sound:
-        raise ProofError(f"{verdict.ranks} ranks of {about} do not train the model that one process would train.")
+        raise ProofError(
+            f"{verdict.ranks} ranks of {audited.about} do not train the model that one process would train."
+        )
     if verdict.refusal:
-        raise RequestError(f"{about} cannot be judged: {verdict.refusal}.")
+        raise RequestError(f"{audited.about} cannot be judged: {verdict.refusal}.")
     return 0
 
 
-def _verdict(
-    processes: Callable[..., list[start.Process]],
-    devices: int,
-    about: str,
-    folder: Path,
-    steps: int,
-    asked: dict[str, Any],
-) -> Verdict:
-    code = start.run("record", processes(devices), folder, steps=steps, **asked)
+def _verdict(audited: Audited, folder: Path) -> Verdict:
+    about = audited.about
+    code = audited.run("record", folder, audited.ranks, steps=audited.steps)
     if code and not all((rank / "final.pt").exists() for rank in folder.glob("rank*")):
         raise _failed(folder / "record.txt", f"{about} failed by itself")
     ranks = len([*folder.glob("rank*/window0.pt")])
     if not ranks:
-        within = f" within {asked['limit_s']:g} s (--timeout)" if code is None else ""
+        within = f" within {audited.limit_s:g} s (--timeout)" if code is None else ""
         raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call{within}.")
     if ranks < 2:
         raise RequestError(f"{about} cannot be judged: it has one rank; start several, as by --devices 2.")
@@ -98,15 +118,16 @@ def _verdict(
     record = Recording(folder)
     missing, keeps_world = [TOGETHER], False
     while missing:
-        alone = processes(devices if keeps_world else 1, only=0)
-        code = start.run("replay", alone, folder, passes=missing, keeps_world=keeps_world, **asked)
+        world = audited.ranks if keeps_world else 1
+        code = audited.run("replay", folder, world, 0, passes=missing, keeps_world=keeps_world)
         done = [name for name in missing if record.replayed(record.steps - 1, name) is not None]
         if (folder / REFUSED).exists():
             break
-        if not done and record.replayed(0, missing[0]) is None and not keeps_world:
+        has_begun = record.replayed(0, missing[0]) is not None
+        if not has_begun and not keeps_world:
             keeps_world = True  # of a trainer that has been told how many ranks there are
             continue
-        if code and not done and missing == [TOGETHER] and record.replayed(0, TOGETHER) is None:
+        if code and not has_begun and missing == [TOGETHER]:
             raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
         if not done:
             break
@@ -151,17 +172,5 @@ def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "audit.md", "\n".join([f"# {about}", "", *(f"- {line}" for line in lines), ""]).encode())
-        write_json(
-            folder / "audit.json",
-            {
-                "command": command,
-                "ranks": verdict.ranks,
-                "steps": verdict.steps,
-                "sound": verdict.is_sound and not verdict.refusal,
-                "refusal": verdict.refusal,
-                "unseen": verdict.unseen,
-                "largest_gap": verdict.largest_gap,
-                "tolerance": verdict.tolerance,
-                "findings": [dataclasses.asdict(each) for each in verdict.findings],
-            },
-        )
+        told = dataclasses.asdict(verdict) | {"command": command, "sound": verdict.is_sound and not verdict.refusal}
+        write_json(folder / "audit.json", told)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import user_code
+from ...audit import start as start_audit
+from ...audit.start import Process
 from ...config.options import override
 from ...config.registry import KINDS
 from ...config.schema import RunConfig
@@ -15,13 +20,16 @@ from ...errors import ProofError, RequestError, counted, ranks_named
 from ...launchers import start
 from ...launchers.plan import LaunchPlan, plan
 from ...record import checks
+from ...record.checks import Check
 from ...runs import folders
 from ...screen import Screen
-from .. import flags, output, run, variants
+from ...verify.commands import python
+from .. import audit, flags, output, run, variants
 from ..preflight import check_names
 from . import curve
 
 if TYPE_CHECKING:
+    from ...audit.judge import Verdict
     from ...verify.gradients import Answer, Report
     from ...world.world import World
 
@@ -34,9 +42,12 @@ process and with --devices N under each strategy, or under --strategy alone, in 
 possible cause on both sides, enables them one by one, and measures each. (hybrid is measured only with --strategy
 hybrid, and its ranks are started by torchrun or by hand.)
 
-Runs the first optimizer step of a script (NAME.py: a loop over lockstep.session()) in one process, on --devices N ranks
-and in micro-batches, and compares its optimizers' state (momentum, moments; otherwise the weights), by parameter. A
---step called as step(model, batch), with data of any kind, is checked in the same way. Both skip the causes.
+Audits a script (NAME.py: a loop over lockstep.session()) as lockstep audit does: runs its first steps on --devices N
+ranks, then in one process on the ranks' samples, draws and weights, and compares the gradients.
+
+Runs the first optimizer step of a --step called as step(model, batch), with data of any kind, in one process, on
+--devices N ranks and in micro-batches, and compares its optimizer's state (momentum, moments; otherwise the weights)
+by parameter, without causes.
 
   --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
   --step M:A      your own training step: called as step(model, x, y), it runs forward and backward and leaves gradients
@@ -59,15 +70,17 @@ def main(given: list[str]) -> int:
     ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
     own, rest = flags.take(ours, _OWN, prog=_PROG)
     step = own.get("--step", "")
-    is_loop = bool(script or (step and _takes_batch(step)))
+    if script:
+        return _audit(own, rest, script)
+    is_loop = bool(step and _takes_batch(step))
     if is_loop:
         given = [word.partition("=")[0] for word in (*rest, *own)]
         if idle := [name for name in ("--all", "--max-steps") if name in given]:
             raise RequestError(f"{idle[0]} has no use here: the first step of a loop is compared; leave it out.")
-        rest = [*rest, *(("--step", step) if step else ())]
-    config, rest = curve.parsed(rest, script, prog=_PROG)
+        rest = [*rest, "--step", step]
+    config, rest = curve.parsed(rest, [], prog=_PROG)
     if is_loop:
-        setup = curve.checked(override(config, max_steps=1), rest, script, name="gradients")
+        setup = curve.checked(override(config, max_steps=1), rest, [], name="gradients")
     else:
         check_names(config)
     from ...verify.gradients import strategies  # late: it imports torch
@@ -92,6 +105,36 @@ def main(given: list[str]) -> int:
         where = "" if trouble else f" {folder / checks.SHEET} has the numbers."
         raise ProofError(f"{'; '.join(map(str, failing))}{but}.{where}")
     return 0
+
+
+def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -> int:
+    """Audit a session's script on the flags of `lockstep run`."""
+    words = [word.partition("=")[0] for word in (*rest, *own)]
+    if idle := [name for name in ("--all", "--step", "--tolerance", "--max-steps") if name in words]:
+        raise RequestError(f"{idle[0]} has no use here: the first steps of a script are audited; leave it out.")
+    config, words = curve.parsed([*rest], script, prog=_PROG)
+    setup = curve.checked(config, words, script, name="gradients")
+    command = python("lockstep", *setup.given, *script)
+    folder = config.record.output or folders.fresh(f"{Path(script[0]).stem}-gradients")
+    begun_s = time.monotonic()
+
+    def keep(verdict: Verdict) -> None:
+        check = Check(
+            name="gradients",
+            claim=f"{verdict.ranks} ranks compute the gradients of one process on their samples together",
+            outcome=Check.OPEN if verdict.refusal else Check.HOLDS if verdict.is_sound else Check.FAILS,
+            times=verdict.steps,
+            tolerance=f"{verdict.tolerance:g} relative",
+            found="; ".join(each.kind for each in verdict.findings) or f"largest difference {verdict.largest_gap:.1e}",
+            cost_s=time.monotonic() - begun_s,
+        )
+        if trouble := variants.unwritten(folder, [check]):
+            Screen().say((f"warning: {trouble}", "yellow"))
+
+    def ranks(count: int, only: int | None) -> list[Process]:
+        return start_audit.ranks(command, count, only=only)
+
+    return audit.judge(audit.Audited(shlex.join(script), ranks, setup.devices), folder, keep)
 
 
 def _takes_batch(step: str) -> bool:
