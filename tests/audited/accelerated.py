@@ -15,7 +15,7 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
 rank, ranks = accelerator.process_index, accelerator.num_processes
 
 generator = torch.Generator().manual_seed(1)
-count = 104 if kind == "last-window" else 96
+count = 40 if kind == "last-window" else 96
 x, y = torch.randn(count, 12, generator=generator), torch.randint(3, (count,), generator=generator)
 if kind.startswith("tokens"):
     y[torch.arange(96) % 5 < torch.arange(96) % 3] = -100
@@ -28,7 +28,7 @@ model = nn.Sequential(
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, drop_last=kind != "last-window")
-valid = DataLoader(TensorDataset(x[:61], y[:61]), batch_size=8)
+valid = DataLoader(TensorDataset(x[:39], y[:39]), batch_size=8)
 if kind == "unprepared":
     model_, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 elif kind == "loader-unprepared":

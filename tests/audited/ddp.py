@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
@@ -57,7 +58,7 @@ def main(rank: int, ranks: int) -> None:
     model: Any = nn.Sequential(body) if kind == "outside" else nn.Sequential(body, head)
     if kind == "frozen":
         model[0][0].weight.requires_grad_(False)
-    if kind not in ("same-dropout", "same-noise", "seeds", "same-augmentation"):
+    if kind not in ("same-dropout", "same-noise", "seeds") and not kind.startswith("same-aug"):
         torch.manual_seed(100 + rank)
     random.seed(rank * (kind == "own-numpy"))
     np.random.seed(rank * (kind == "own-numpy"))
@@ -70,8 +71,11 @@ def main(rank: int, ranks: int) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     if kind == "adam":
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    if kind == "zero":
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
 
-    data: Any = Noisy(x, y) if kind == "same-augmentation" else TensorDataset(x, y)
+    data: Any = Noisy(x, y) if "augmentation" in kind else TensorDataset(x, y)
     accumulate = 2 if kind.startswith("accumulate") else 1
     if kind.startswith("last-window"):
         accumulate = 4
@@ -89,7 +93,8 @@ def main(rank: int, ranks: int) -> None:
         part = (rank, ranks) if kind == "stream" else (0, 1)
         loader = DataLoader(Stream(x, y, *part), batch_size=8)
     else:
-        loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+        workers = 2 if kind == "same-augmentation-of-workers" else 0
+        loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), num_workers=workers)
     loops = len(loader) if kind.startswith("schedule") else 0
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     if kind.startswith("schedule"):
@@ -142,7 +147,7 @@ def main(rank: int, ranks: int) -> None:
                 dist.all_gather(parts, vectors)
                 if kind == "gathered-own":
                     parts[rank] = vectors
-                every = torch.cat(parts)
+                every = torch.cat(parts) if ranks > 1 else vectors
             target = torch.arange(len(a)) + rank * len(a)
             return functional.cross_entropy(vectors @ every.t(), target)
         if kind == "sum":
@@ -170,7 +175,7 @@ def main(rank: int, ranks: int) -> None:
                 with wrapped.no_sync():
                     (loss_of(a, b) / accumulate).backward()
             else:
-                loss_of(a, b).div(1 if kind == "accumulate-undivided" else accumulate).backward()
+                scaler.scale(loss_of(a, b) / accumulate).backward()
             if not is_last:
                 continue
             if kind.startswith(("by-hand", "buffers-by")):
@@ -182,7 +187,8 @@ def main(rank: int, ranks: int) -> None:
                         parameter.grad /= ranks
             if kind == "clip":
                 nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             if kind == "by-hand-weights":  # in place of the gradients
                 for parameter in model.parameters():

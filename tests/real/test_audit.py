@@ -27,7 +27,7 @@ PEERS = {
 """Scripts, and what they need."""
 RIGHT = {
     "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right batchnorm-eval stream "
-    "gathered-right schedule evaluation-right",
+    "gathered-right schedule evaluation-right scaler zero augmentation",
     "accelerated": "plain accumulate dropout clip tokens-right evaluation-right",
     "fabric": "plain dropout accumulate",
     "lightning_trainer": "plain accumulate clip dropout",
@@ -44,7 +44,7 @@ FAULTS = {
         "weights differ": "seeds",
         "buffers differ": "buffers buffers-by-hand",
         "same samples": "same-samples shuffled overlap same-stream no-loader",
-        "same draws": "same-noise same-dropout same-augmentation",
+        "same draws": "same-noise same-dropout same-augmentation same-augmentation-of-workers",
         "same order": "same-order",
         "wrong count": "sum times-ranks by-hand-sum divided-twice",
         "mean of means": "uneven",

@@ -79,9 +79,14 @@ def takes_turns(record: Recording) -> bool:
 def judge(record: Recording) -> Verdict:
     """Return the verdict on the recorded windows and their replays."""
     verdict = Verdict(record.steps, len(record.windows))
-    verdict.add(_steps_differ(record))
     for step in range(record.steps):
+        if (finding := _steps_differ(record, step)) is not None:
+            verdict.add(finding)
+            return verdict  # the rest follows from it
         _judge_step(record, step, verdict)
+    verdict.add(_counts_differ(record))
+    if record.replay_facts().get("is_told_ranks"):
+        verdict.unseen.append("factors of the number of ranks, which the script counts in one process too")
     verdict.add(_last_window(record))
     verdict.add(_schedule(record))
     for finding in (*_orders(record, verdict), *_evaluation(record, verdict), _saves(record)):
@@ -92,8 +97,11 @@ def judge(record: Recording) -> Verdict:
 def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
     windows = _step(record, step)
     verdict.tolerance = tolerance = max(_tolerance(windows[0]), verdict.tolerance if step else 0.0)
-    verdict.add(_same_samples(windows, step))
+    if not _has_orders(record):
+        verdict.add(_same_samples(windows, step))
     verdict.add(_same_draws(windows, step))
+    if "same samples" not in {finding.kind for finding in verdict.findings}:
+        verdict.add(_same_augmentation(windows, step, record.augmentation()))
     kinds = {finding.kind for finding in verdict.findings}
     if "gradients differ" not in kinds:  # whose consequence it would be
         verdict.add(_weights_differ(windows, step))
@@ -124,7 +132,9 @@ def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
         return
     gap = worst(gaps(own[0], replays[TOGETHER]))
     given = collections.Counter(itertools.chain.from_iterable(window.inputs for window in windows))
-    if gap > tolerance and (why := _not_comparable(record, windows, given == collections.Counter(together.inputs))):
+    is_multiple = worst(gaps(own[0], replays[TOGETHER], causes.factor(own[0], replays[TOGETHER]))) <= tolerance
+    has_same_inputs = given == collections.Counter(together.inputs)
+    if gap > tolerance and (why := _not_comparable(record, windows, has_same_inputs, is_multiple)):
         verdict.refusal = verdict.refusal or why
         verdict.largest_gap = None
         return
@@ -134,7 +144,7 @@ def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
         verdict.largest_gap = max(verdict.largest_gap, gap)
 
 
-def _not_comparable(record: Recording, windows: Sequence[Window], has_same_inputs: bool) -> str:
+def _not_comparable(record: Recording, windows: Sequence[Window], has_same_inputs: bool, is_multiple: bool) -> str:
     """Return why a difference from one process tells nothing, or ""."""
     if any(window.is_drawn_outside for window in windows):
         states = [repr(next((read.generators for read in window.reads if not read.is_end), None)) for window in windows]
@@ -142,6 +152,8 @@ def _not_comparable(record: Recording, windows: Sequence[Window], has_same_input
             return "it draws from `random` or NumPy, and each rank draws its own, which no single process can"
     if record.replay_facts().get("unmatched"):
         return "it draws random numbers whose shapes do not follow from the ranks' samples"
+    if record.replay_facts().get("is_told_ranks") and is_multiple:
+        return "it starts its ranks itself, and counts as many in one process"
     if not has_same_inputs and not any(window.reads for window in windows):
         return "its batches come from no DataLoader and no random draw: one process was given other samples"
     return ""
@@ -181,25 +193,34 @@ def _differ(own: Sequence[Gradients]) -> list[str]:
     )
 
 
-def _steps_differ(record: Recording) -> Finding | None:
+def _counts_differ(record: Recording) -> Finding | None:
     counts = [len(windows) for windows in record.windows]
-    if len({*counts}) > 1:
-        return Finding(
-            "steps differ",
-            f"The ranks make different numbers of optimizer steps, {' and '.join(map(str, counts))}, and wait for one "
-            f"another ({record.windows[0][-1].place}): decide on all ranks alike whether a step is made or left out.",
-            evidence={"steps": counts},
-        )
-    for step in range(record.steps):
-        calls = [window.micro_batches for window in _step(record, step)]
-        if len({*calls}) > 1:
-            return Finding(
-                "steps differ",
-                f"At step {step + 1} the ranks call the model {' and '.join(map(str, calls))} times "
-                f"({record.windows[0][step].place}): some leave out batches that others train.",
-                evidence={"step": step + 1, "calls": calls},
-            )
-    return None
+    if len({*counts}) == 1:
+        return None
+    return Finding(
+        "steps differ",
+        f"The ranks make different numbers of optimizer steps, {' and '.join(map(str, counts))}, and wait for one "
+        f"another ({record.windows[0][-1].place}): decide on all ranks alike whether a step is made or left out.",
+        evidence={"steps": counts},
+    )
+
+
+def _steps_differ(record: Recording, step: int) -> Finding | None:
+    windows = _step(record, step)
+    reads = [sum(not read.is_end for read in window.reads) for window in windows]
+    calls = [window.micro_batches for window in windows]
+    if all(reads) and len({*reads}) > 1:
+        told = f"For step {step + 1} the ranks read {' and '.join(map(str, reads))} batches"
+    elif len({*calls}) > 1:
+        told = f"At step {step + 1} the ranks call the model {' and '.join(map(str, calls))} times"
+    else:
+        return None
+    return Finding(
+        "steps differ",
+        f"{told} ({windows[0].place}): some leave out batches that others train, and different ones are paired from "
+        "then on.",
+        evidence={"step": step + 1, "batches": reads, "calls": calls},
+    )
 
 
 def _same_samples(windows: Sequence[Window], step: int) -> Finding | None:
@@ -237,6 +258,19 @@ def _same_draws(windows: Sequence[Window], step: int) -> Finding | None:
                 evidence={"step": step + 1, "shape": [*first.shape]},
             )
     return None
+
+
+def _same_augmentation(windows: Sequence[Window], step: int, digests: Sequence[bytes]) -> Finding | None:
+    drawn = [window.augmentation for window in windows]
+    is_alike = all(drawn) and all(drawn[0] == other for other in drawn[1:])
+    if not is_alike and not (all(digests) and len({*digests}) == 1):
+        return None
+    return Finding(
+        "same draws",
+        f"All ranks draw the same random numbers in their loaders at step {step + 1}: samples of one rank are "
+        "augmented as those of the others; seed each rank differently, as by torch.manual_seed(seed + rank).",
+        evidence={"step": step + 1},
+    )
 
 
 def _is_constant(tensor: Tensor) -> bool:
@@ -349,6 +383,12 @@ def _loaders(record: Recording, *, training: bool) -> list[int]:
     return sorted(known & trained if training else known - trained)
 
 
+def _has_orders(record: Recording) -> bool:
+    loaders = _loaders(record, training=True)
+    ranks = range(len(record.windows))
+    return bool(loaders) and all(record.order(rank, each, 0) is not None for each in loaders for rank in ranks)
+
+
 def _orders(record: Recording, verdict: Verdict) -> list[Finding]:
     found = []
     loaders, ranks = _loaders(record, training=True), range(len(record.windows))
@@ -363,12 +403,12 @@ def _orders(record: Recording, verdict: Verdict) -> list[Finding]:
         repeats = [len(order) - int((order.bincount() > 0).sum()) for order in known]
         twice, size = int((counts - 1).clamp(min=0).sum()), int((counts > 0).sum())
         evidence = {"samples": size, "twice": twice}
-        room = len(known) * (record.facts[0]["loaders"][f"{loader}"]["batch_size"] or 1)
-        if twice >= size and len(known) > 1:
+        room = len(known) * (record.facts[0]["loaders"][f"{loader}"]["batch_size"])
+        if twice >= size or all(torch.equal(known[0], other) for other in known[1:]):
             found.append(
                 Finding(
                     "same samples",
-                    f"Each rank trains all {size} samples in each epoch ({place}): give the loader a "
+                    f"Each rank trains the same {size} samples in each epoch ({place}): give the loader a "
                     "DistributedSampler, or prepare it.",
                     evidence=evidence,
                 )
@@ -448,7 +488,7 @@ def _evaluation(record: Recording, verdict: Verdict) -> list[Finding]:
                     evidence={"never": never, "of": size},
                 )
             )
-        if twice and not has_gathered:
+        if twice and has_exchanged and not has_gathered:
             found.append(
                 Finding(
                     "evaluation pads",

@@ -90,7 +90,7 @@ def _held(optimizer: Optimizer) -> list[nn.Parameter]:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees results of random operators, and may replace them."""
 
-    def __init__(self, see: Callable[[Tensor, bool], Tensor]) -> None:
+    def __init__(self, see: Callable[[Tensor, bool, bool], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
 
@@ -100,9 +100,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags or (is_filled and isinstance(found, nn.Parameter)):
             return found  # what a parameter begins with is recorded as a weight
         if not isinstance(found, tuple | list):
-            return self._see(found, not is_filled)
+            return self._see(found, not is_filled, "randperm" in func.name())
         if func is torch.ops.aten.native_dropout.default and args[2]:
-            mask = self._see(found[1], False)
+            mask = self._see(found[1], False, False)
             return args[0] * mask / (1 - args[1]), mask
         return found  # of attention, whose draws are hidden
 
@@ -178,6 +178,9 @@ class Observer(ABC):
         for number, (tensors, saved) in enumerate(zip(self.modules.tensors(), values, strict=False)):
             if only in (None, number):
                 with torch.no_grad():
+                    if [tensor.shape for tensor in tensors] != [value.shape for value in saved]:
+                        (self.folder / recording.REFUSED).write_text("in one process it makes a model of another shape")
+                        self.end()
                     for tensor, value in zip(tensors, saved, strict=True):
                         if not torch.equal(tensor, value):  # a graph that is still needed may hold it
                             tensor.copy_(value)
@@ -345,8 +348,11 @@ class Observer(ABC):
         """Return the loader's number of batches; `plain()` counts its own."""
 
     @abstractmethod
-    def see_draw(self, result: Tensor, is_new: bool) -> Tensor:
-        """See the result of a random operator; return it, or if it `is_new`, another one of any size."""
+    def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
+        """See the result of a random operator; return it, or if it `is_new`, another one of any size.
+
+        `is_order` means that it is a permutation.
+        """
 
     @abstractmethod
     def see_root(self, number: int) -> None:

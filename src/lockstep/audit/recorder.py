@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from .recording import Read, Window
 
 _SYNCHRONISED = "SyncBatchNorm"
 _ORDER = 10_000_000  # indices of an epoch, at most
+_AUGMENTATION = 64  # digests of a window, at most
 _NO_MORE = object()
 
 
@@ -42,7 +44,8 @@ class Recorder(Observer):
         self._buffers: dict[str, Tensor] = {}
         self._seen: set[int] = set()
         self._exchanges: list[bool] = []
-        self._is_reading = False
+        self._is_reading = self._reads_samples = False
+        self._augmentation: list[bytes] = []
         self._generators: Any = None
         self._is_drawn_outside = False
         self._current: int | None = None
@@ -84,8 +87,12 @@ class Recorder(Observer):
             if count and self.is_evaluating and self._current == number and number not in self._training:
                 batch, is_over = self._last_batch(loader, count), True
             else:
+                self._reads_samples = True
                 batch = _NO_MORE if is_over else next(iterator, _NO_MORE)
+                self._reads_samples = False
             self._is_reading = False
+            if repr(self._generators) != repr(now := recording.generator_states()):
+                self._augmentation.append(hashlib.sha256(repr(now).encode()).digest())
             if batch is not _NO_MORE:
                 self._generators = recording.generator_states()
                 batch = recording.copied(batch, self.dtype) if self.dtype else batch
@@ -128,7 +135,8 @@ class Recorder(Observer):
                 return plain(*args, **options)
 
             accelerate.Accelerator.gather_for_metrics = gathered
-        self.facts["loaders"][str(number)] = {"place": users_place(), "batch_size": loader.batch_size}
+        size = len(batches[0]) if batches else 0
+        self.facts["loaders"][str(number)] = {"place": users_place(), "batch_size": size}
         if batches is None:
             return
         whole, indices = loader.dataset, torch.tensor([index for batch in batches for index in batch])
@@ -150,10 +158,17 @@ class Recorder(Observer):
             self.facts["lengths"][str(self.number_of(loader))] = length
         return length
 
-    def see_draw(self, result: Tensor, is_new: bool) -> Tensor:
-        """Keep the result, except what a sampler draws, and single numbers, such as seeds."""
-        if result.dim() and not self._is_reading and not self.is_tail:
+    def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
+        """Keep the result, except single numbers, such as seeds; of what a loader draws, a digest."""
+        if not result.dim() or self.is_tail or len(self._augmentation) >= _AUGMENTATION:
+            return result
+        if not self._is_reading:
             self._draws.append(result.detach().clone())
+        elif (self._reads_samples or torch.utils.data.get_worker_info() is not None) and not is_order:
+            self._augmentation.append(hashlib.sha256(repr(result.tolist()).encode()).digest())
+            if torch.utils.data.get_worker_info() is not None:
+                with (self._rank_folder / "augmentation").open("ab") as file:
+                    file.write(self._augmentation[-1])
         return result
 
     def see_root(self, number: int) -> None:
@@ -190,12 +205,16 @@ class Recorder(Observer):
             return
         if not self.modules.roots:
             return
+        if any(hasattr(each, "placements") or type(each).__name__ == "FlatParameter" for each in self._parameters()):
+            (self.folder / recording.REFUSED).write_text("its parameters are sharded, as by FSDP or DTensor")
+            self.end()
         self._note_generators()
         self._counts[number] = self._counts.get(number, 0) + 1
         now = self.modules.tensors()
         window = Window(
             reads=[tuple(read) for read in self._reads],  # type: ignore[misc]
             draws=self._draws,
+            augmentation=self._augmentation,
             is_drawn_outside=self._is_drawn_outside,
             weights=[
                 self._weights.get(place, [each.detach().clone() for each in now[place]]) for place in range(len(now))
@@ -219,8 +238,12 @@ class Recorder(Observer):
         recording.save(tuple(window), self._rank_folder / f"window{self.step}.pt")
         self.step += 1
         self.write_facts()
+        self._augmentation = []
         self._reads, self._draws, self._weights, self._buffers, self._exchanges = [], [], {}, {}, []
         self.calls, self.inputs, self._seen, self._is_drawn_outside = 0, [], set(), False
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for root in self.modules.roots for parameter in root.parameters())
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Begin the tail after the last window."""

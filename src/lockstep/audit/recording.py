@@ -44,6 +44,8 @@ class Window(NamedTuple):
     reads: list[Read]
     draws: list[Tensor]
     """Results of random operators, in call order."""
+    augmentation: list[bytes]
+    """Digests of what loaders drew for samples."""
     is_drawn_outside: bool
     """Whether the script drew from `random` or NumPy."""
     weights: list[list[Tensor]]
@@ -108,6 +110,12 @@ class Recording:
         """Return rank 0's weights after its last window."""
         path = self.folder / "rank0" / "final.pt"
         return torch.serialization.load(path, weights_only=True) if path.exists() else []
+
+    def augmentation(self) -> list[bytes]:
+        """Return, by rank, what its data workers drew, as digests in any order."""
+        paths = [self.folder / f"rank{rank}" / "augmentation" for rank in range(len(self.windows))]
+        found = [path.read_bytes() if path.exists() else b"" for path in paths]
+        return [b"".join(sorted(each[at : at + 32] for at in range(0, len(each), 32))) for each in found]
 
     def order(self, rank: int, loader: int, iteration: int) -> Tensor | None:
         """Return the sample indices (n) that a loader's iteration has on a rank, if they could be told beforehand."""

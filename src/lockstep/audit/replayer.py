@@ -23,8 +23,9 @@ from .recording import BY_SHARE, FIRST, REFUSED, TOGETHER, TURNS, Read, Recordin
 class _Feed:
     """What a loader yields: the ranks' batches, joined, iteration after iteration and pass after pass."""
 
-    def __init__(self, ranks: list[list[Read]], tails: list[list[Read]], passes: list[str]) -> None:
-        self._ranks, self._tails, self._passes = ranks, tails, passes
+    def __init__(self, ranks: list[list[Read]], tails: list[list[Read]], passes: list[str], ahead: int) -> None:
+        """`ahead` batches are read before they are needed; those of the last step are of no use before another pass."""
+        self._ranks, self._tails, self._passes, self._ahead = ranks, tails, passes, ahead
         self._pass = self._iteration = 0
         self._items = self._joined()
         self.sizes: list[list[int]] = []
@@ -49,6 +50,8 @@ class _Feed:
                 parts = [parts[0] for _ in parts]
             if name == TURNS:
                 parts = [[read] for each in parts for read in each]
+            if not is_last and self._ahead and iteration == max(read.iteration for rank in reads for read in rank):
+                parts = parts[: -self._ahead]
             is_ended = any(read.is_end for rank in ours for read in rank)
             found.append(
                 ([[read.batch for read in each] for each in parts], [each[0].generators for each in parts], is_ended)
@@ -71,6 +74,12 @@ class _Feed:
                 yield part, state
             if is_ended or self._iteration < len(self._items):
                 return
+
+
+def _ahead(windows: list[Window], loader: int) -> int:
+    """Return how many batches a loop reads before it needs them: those of its first step beyond the second's."""
+    counts = [sum(read.loader == loader and not read.is_end for read in window.reads) for window in windows[:2]]
+    return max(0, counts[0] - counts[1]) if len(counts) > 1 else 0
 
 
 class Replayer(Observer):
@@ -98,6 +107,7 @@ class Replayer(Observer):
                 [[read for read in rank if read.loader == number] for rank in reads],
                 [[read for read in rank if read.loader == number] for rank in tails],
                 passes,
+                _ahead(record.windows[0], number),
             )
             for number in numbers
         }
@@ -115,6 +125,7 @@ class Replayer(Observer):
             rank = options.get("rank", -1)
             if (int(os.environ.get("RANK", 0)) if rank is None or rank < 0 else rank) > 0:
                 os._exit(0)  # of a script that starts its ranks itself
+            self.facts["is_told_ranks"] = (options.get("world_size") or 1) > 1
             plain(*args, **options | {"world_size": 1, "rank": 0})
 
         dist.init_process_group = init
@@ -184,7 +195,7 @@ class Replayer(Observer):
         windows = [windows[step] for windows in self._windows]
         return [windows[int(name.removeprefix("rank "))]] if name.startswith("rank ") else windows
 
-    def see_draw(self, result: Tensor, is_new: bool) -> Tensor:
+    def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
         """Replace a draw by the ranks' recorded ones, one after the other if they are of samples."""
         if self.is_tail or not result.dim():
             return result

@@ -27,8 +27,8 @@ class Process(NamedTuple):
     env: dict[str, str]
 
 
-def ranks(command: Sequence[str], count: int, *, only: int | None = None) -> list[Process]:
-    """Return `count` ranks of a command with the variables that torchrun would give them; or the rank `only` alone."""
+def ranks(command: Sequence[str], count: int) -> list[Process]:
+    """Return `count` ranks of a command, with the variables that torchrun would give them."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -36,8 +36,7 @@ def ranks(command: Sequence[str], count: int, *, only: int | None = None) -> lis
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{count}")
     shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     own = ("RANK", "LOCAL_RANK", "ROLE_RANK")
-    chosen = range(count) if only is None else [only]
-    return [Process(command, shared | dict.fromkeys(own, f"{rank}")) for rank in chosen]
+    return [Process(command, shared | dict.fromkeys(own, f"{rank}")) for rank in range(count)]
 
 
 def run(mode: str, started: Sequence[Process], folder: Path, *, limit_s: float = 300.0, **asked: object) -> int | None:

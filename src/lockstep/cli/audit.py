@@ -43,17 +43,16 @@ class Audited(NamedTuple):
     """What is audited: a command, how its ranks start, and for how long."""
 
     about: str
-    processes: Callable[[int, int | None], list[start.Process]]
-    """Returns the processes of so many ranks, or of one rank of them."""
+    processes: Callable[[int], list[start.Process]]
+    """Returns the processes of so many ranks."""
     ranks: int
     steps: int = 3
     float64: bool = False
     limit_s: float = 300.0
 
-    def run(self, mode: str, folder: Path, ranks: int, only: int | None = None, **asked: object) -> int | None:
+    def run(self, mode: str, folder: Path, ranks: int, **asked: object) -> int | None:
         """Record or replay; return the exit code, None where the command was ended."""
-        started = self.processes(ranks, only)
-        return start.run(mode, started, folder, limit_s=self.limit_s, float64=self.float64, **asked)
+        return start.run(mode, self.processes(ranks), folder, limit_s=self.limit_s, float64=self.float64, **asked)
 
 
 def main(given: list[str]) -> int:
@@ -74,9 +73,9 @@ def main(given: list[str]) -> int:
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
 
-    def processes(count: int, only: int | None) -> list[start.Process]:
+    def processes(count: int) -> list[start.Process]:
         if at is None:
-            return start.ranks([sys.executable, *command], count, only=only)
+            return start.ranks([sys.executable, *command], count)
         return [start.Process(command, {})]
 
     audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in own, float(limit))
@@ -107,6 +106,8 @@ def _verdict(audited: Audited, folder: Path) -> Verdict:
     if code and not all((rank / "final.pt").exists() for rank in folder.glob("rank*")):
         raise _failed(folder / "record.txt", f"{about} failed by itself")
     ranks = len([*folder.glob("rank*/window0.pt")])
+    if (folder / "refused.txt").exists():
+        raise RequestError(f"{about} cannot be judged: {(folder / 'refused.txt').read_text()}.")
     if not ranks:
         within = f" within {audited.limit_s:g} s (--timeout)" if code is None else ""
         raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call{within}.")
@@ -116,18 +117,13 @@ def _verdict(audited: Audited, folder: Path) -> Verdict:
     from ..audit.recording import REFUSED, TOGETHER, TURNS, Recording
 
     record = Recording(folder)
-    missing, keeps_world = [TOGETHER], False
+    missing = [TOGETHER]
     while missing:
-        world = audited.ranks if keeps_world else 1
-        code = audited.run("replay", folder, world, 0, passes=missing, keeps_world=keeps_world)
+        code = audited.run("replay", folder, 1, passes=missing)
         done = [name for name in missing if record.replayed(record.steps - 1, name) is not None]
         if (folder / REFUSED).exists():
             break
-        has_begun = record.replayed(0, missing[0]) is not None
-        if not has_begun and not keeps_world:
-            keeps_world = True  # of a trainer that has been told how many ranks there are
-            continue
-        if code and not has_begun and missing == [TOGETHER]:
+        if code and missing == [TOGETHER] and record.replayed(0, TOGETHER) is None:
             raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
         if not done:
             break

@@ -11,31 +11,47 @@ from typing import Any
 _NAME, _HERE = "LOCKSTEP_AUDIT", str(Path(__file__).parent)
 
 
+def _observe(module: Any) -> None:
+    from lockstep.audit import observer
+
+    observer.install()
+
+
+def _accept_any_world(module: Any) -> None:
+    """Let a trainer that was told how many ranks there are run as the only one."""
+    module.TorchElasticEnvironment.validate_settings = lambda *args, **options: None
+
+
+_HOOKS = {
+    "torch": _observe,
+    "lightning.fabric.plugins.environments.torchelastic": _accept_any_world,
+    "lightning_fabric.plugins.environments.torchelastic": _accept_any_world,
+}
+"""What to do as soon as a module is imported."""
+
+
 class _Finder(importlib.machinery.PathFinder):
-    """Has torch observed as soon as it is imported."""
+    """Has the hooks called."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != "torch":
+        hook = _HOOKS.pop(fullname, None)
+        spec = super().find_spec(fullname, path, target) if hook else None
+        if spec is None or spec.loader is None:
             return None
-        sys.meta_path.remove(cls)
-        spec = super().find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        execute = spec.loader.exec_module
 
-            def then_observe(module: Any) -> None:
-                execute(module)
-                from lockstep.audit import observer
+        def then_call(module: Any) -> None:
+            execute(module)
+            assert hook is not None
+            hook(module)
 
-                observer.install()
-
-            spec.loader.exec_module = then_observe  # type: ignore[method-assign]
+        spec.loader.exec_module = then_call  # type: ignore[method-assign]
         return spec
 
 
 def _begin() -> None:
-    asked = json.loads(os.environ[_NAME])
-    if asked["mode"] == "replay" and "RANK" in os.environ and not asked.get("keeps_world"):
+    if json.loads(os.environ[_NAME])["mode"] == "replay" and "RANK" in os.environ:
         if os.environ["RANK"] != "0":
             os._exit(0)  # one process replays for all
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

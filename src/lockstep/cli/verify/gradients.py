@@ -131,8 +131,8 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
         if trouble := variants.unwritten(folder, [check]):
             Screen().say((f"warning: {trouble}", "yellow"))
 
-    def ranks(count: int, only: int | None) -> list[Process]:
-        return start_audit.ranks(command, count, only=only)
+    def ranks(count: int) -> list[Process]:
+        return start_audit.ranks(command, count)
 
     return audit.judge(audit.Audited(shlex.join(script), ranks, setup.devices), folder, keep)
 
