@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,6 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
         raise RequestError(f"{idle[0]} has no use here: the first steps of a script are audited; leave it out.")
     config, words = curve.parsed([*rest], script, prog=_PROG)
     setup = curve.checked(config, words, script, name="gradients")
-    command = python("lockstep", *setup.given, *script)
     folder = config.record.output or folders.fresh(f"{Path(script[0]).stem}-gradients")
     begun_s = time.monotonic()
 
@@ -131,10 +131,13 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
         if trouble := variants.unwritten(folder, [check]):
             Screen().say((f"warning: {trouble}", "yellow"))
 
-    def ranks(count: int) -> list[Process]:
-        return start_audit.ranks(command, count)
+    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as scratch:
 
-    return audit.judge(audit.Audited(shlex.join(script), ranks, setup.devices), folder, keep)
+        def ranks(count: int) -> list[Process]:
+            run_folder = tempfile.mkdtemp(dir=scratch)  # each start is a run
+            return start_audit.ranks(python("lockstep", *setup.given, "--output", run_folder, *script), count)
+
+        return audit.judge(audit.Audited(shlex.join(script), ranks, setup.devices), folder, keep)
 
 
 def _takes_batch(step: str) -> bool:
