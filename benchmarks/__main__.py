@@ -19,6 +19,7 @@ NAMES = (
     "strategies",
     "diff",
     "verify",
+    "audit",
     "reliability",
     "recovery",
     "nodes",
