@@ -12,7 +12,15 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 kind = sys.argv[1]
 COUNT = 97 if kind == "padded" else 96
@@ -101,7 +109,10 @@ def main(rank: int, ranks: int) -> None:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * loops)
 
     valid_x, valid_y = x[:65], y[:65]
-    valid = TensorDataset(valid_x, valid_y)
+    valid: Any = TensorDataset(valid_x, valid_y)
+    if kind == "evaluation-split":
+        data, valid = random_split(data, [64, 32], generator=torch.Generator().manual_seed(2))
+        loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
     sampler = DistributedSampler(valid, shuffle=False, drop_last=kind == "evaluation-drops")
     shares = DataLoader(valid, batch_size=16, sampler=sampler)
     if kind in ("evaluation-right", "evaluation-means"):
@@ -157,7 +168,7 @@ def main(rank: int, ranks: int) -> None:
             dist.all_reduce(count)
             return functional.cross_entropy(scores, b, reduction="sum") * ranks / count
         loss = functional.cross_entropy(scores, b)
-        return loss * ranks if kind == "times-ranks" else loss / ranks if kind == "divided-twice" else loss
+        return loss * ranks if kind.endswith("times-ranks") else loss / ranks if kind == "divided-twice" else loss
 
     for epoch in range(3):
         if isinstance(loader.sampler, DistributedSampler) and kind != "same-order":
@@ -185,7 +196,7 @@ def main(rank: int, ranks: int) -> None:
                     dist.all_reduce(parameter.grad)
                     if kind != "by-hand-sum":
                         parameter.grad /= ranks
-            if kind == "clip":
+            if kind.startswith("clip"):
                 nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()

@@ -27,7 +27,7 @@ PEERS = {
 """Scripts, and what they need."""
 RIGHT = {
     "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right batchnorm-eval stream "
-    "gathered-right schedule evaluation-right scaler zero augmentation",
+    "gathered-right schedule evaluation-right scaler zero augmentation evaluation-split",
     "accelerated": "plain accumulate dropout clip tokens-right evaluation-right",
     "fabric": "plain dropout accumulate",
     "lightning_trainer": "plain accumulate clip dropout",
@@ -46,7 +46,7 @@ FAULTS = {
         "same samples": "same-samples shuffled overlap same-stream no-loader",
         "same draws": "same-noise same-dropout same-augmentation same-augmentation-of-workers",
         "same order": "same-order",
-        "wrong count": "sum times-ranks by-hand-sum divided-twice",
+        "wrong count": "sum times-ranks clip-times-ranks by-hand-sum divided-twice",
         "mean of means": "uneven",
         "mean over other counts": "tokens",
         "coupled samples": "contrastive",
@@ -103,7 +103,7 @@ FAULTS = {
         "wrong count": "sum",
         "checkpoint by every rank": "checkpoint-by-all",
     },
-    "nanogpt": {"gradients differ": "never unwrapped", "same samples": "same-samples"},
+    "nanogpt": {"gradients differ": "never unwrapped", "same samples": "same-samples", "wrong count": "undivided"},
     "gan": {"gradients differ": "unwrapped", "same draws": "same-noise", "wrong count": "times-ranks"},
     "of_session": {"coupled samples": "contrastive"},
 }

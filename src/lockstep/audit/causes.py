@@ -36,6 +36,7 @@ class Step(NamedTuple):
     own: Sequence[Gradients]
     """By rank."""
     together: Gradients
+    reversed: Gradients
     by_share: Gradients
     alone: Sequence[Gradients]
     """By rank whose samples one process was given alone."""
@@ -73,8 +74,8 @@ def not_exchanged(step: Step, differing: Sequence[str]) -> Finding:
     )
 
 
-def explained(step: Step, gap: float, cut: str) -> Finding:
-    """Return the finding for ranks that agree with one another, and not with one process.
+def explained(step: Step, gap: float, cut: str) -> Finding | None:
+    """Return the finding for ranks that agree with one another, and not with one process; None without a cause.
 
     `cut` is the place of a collective that was given tensors whose gradients it does not compute, or "".
     """
@@ -82,14 +83,6 @@ def explained(step: Step, gap: float, cut: str) -> Finding:
     evidence: dict[str, object] = {"step": step.number + 1, "gap": gap}
     times = factor(own, together)
     is_multiple = worst(gaps(own, together, times)) <= step.tolerance
-    if cut:
-        return Finding(
-            "gathered without gradients",
-            f"Gradients are {f'{times:.6g} times one process' if is_multiple else f'{gap:.1%} off one process'}'s "
-            f"{step.where}: the collective at {cut} computes no gradients of what it gathers; use "
-            "torch.distributed.nn.functional's, and mind that DistributedDataParallel divides by the ranks.",
-            evidence=evidence | {"place": cut, "factor": times},
-        )
     if is_multiple:
         return Finding(
             "wrong count",
@@ -110,7 +103,8 @@ def explained(step: Step, gap: float, cut: str) -> Finding:
         theirs, ours = (_weights(step.alone, gradients, step.tolerance) for gradients in (own, together))
         if theirs is not None and ours is not None:
             return _weighed(step, gap, theirs, ours, evidence)
-        if theirs is not None:
+        # One process's own gradients do not follow the samples' order, else the replay is at fault.
+        if theirs is not None and step.reversed and worst(gaps(step.reversed, together)) <= 10 * step.tolerance:
             return Finding(
                 "coupled samples",
                 f"The loss or a layer couples the samples of a batch, and each rank sees its own share alone "
@@ -118,12 +112,15 @@ def explained(step: Step, gap: float, cut: str) -> Finding:
                 "ranks.",
                 evidence=evidence,
             )
-    return Finding(
-        "unexplained",
-        f"The gradients are {gap:.1%} off one process's {step.where}, and no cause that was measured explains it "
-        "alone.",
-        evidence=evidence,
-    )
+    if cut:
+        return Finding(
+            "gathered without gradients",
+            f"Gradients are {gap:.1%} off one process's {step.where}: the collective at {cut} computes no gradients of "
+            "what it gathers; use torch.distributed.nn.functional's, and mind that DistributedDataParallel divides by "
+            "the ranks.",
+            evidence=evidence | {"place": cut},
+        )
+    return None
 
 
 def _weighed(

@@ -16,14 +16,25 @@ from ..verify.workbench import gaps, worst
 from . import causes
 from .causes import Finding, Gradients, Step
 from .observer import digests
-from .recording import BY_SHARE, FIRST, REFUSED, TOGETHER, Recording, Window, size_of, tensors_of
+from .recording import (
+    BY_SHARE,
+    FIRST,
+    REFUSED,
+    REVERSED,
+    UNMATCHED,
+    UNMATCHED_ROWS,
+    Recording,
+    Replayed,
+    Window,
+    size_of,
+    tensors_of,
+)
 
 TOLERANCES = {torch.float64: 1e-9}
 TOLERANCE = 1e-4
 """For gradients in float32."""
 COARSE = 5e-2
 """Where a part is computed in less than float32, as under autocast."""
-_LEARNING_RATE = 1e-6  # relative
 _REDUCED = 1e-4  # relative, of what an evaluation reduces
 
 
@@ -47,6 +58,10 @@ class Verdict:
         """Whether no finding is a fault."""
         return all(finding.by_design for finding in self.findings)
 
+    def refuse(self, reason: str) -> None:
+        """Note why gradients could not be judged, if it is the first reason."""
+        self.refusal = self.refusal or reason
+
     def add(self, finding: Finding | None) -> None:
         """Add a finding, if it is the first of its kind."""
         if finding is not None and all(each.kind != finding.kind for each in self.findings):
@@ -58,13 +73,9 @@ def passes(record: Recording) -> list[str]:
     found = list[str]()
     for step in range(record.steps):
         windows, together = _step(record, step), record.whole(step)
-        own = [_named(window, window.gradients) for window in windows]
-        if (
-            together is None
-            or _differ(own)
-            or worst(gaps(own[0], _named(windows[0], together.gradients))) > _tolerance(windows[0])
-        ):
-            found = [BY_SHARE] * windows[0].has_batchnorm + [f"rank {rank}" for rank in range(len(record.windows))]
+        own, ours = _compared(windows, together)
+        if together is None or _differ(own) or worst(gaps(own[0], ours)) > _tolerance(windows[0]):
+            found = [BY_SHARE] * windows[0].has_batchnorm + [REVERSED, *_ranks(windows)]
             break
     return found + [FIRST] * bool(_uneven_windows(record))
 
@@ -108,40 +119,59 @@ def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
         if "weights differ" not in kinds:
             verdict.add(_buffers_differ(windows, step))
     verdict.add(_wasted_exchanges(windows, step))
-    own = [_named(window, window.gradients) for window in windows]
-    ran = {name: record.replayed(step, name) for name in (BY_SHARE, *_ranks(windows))} | {TOGETHER: record.whole(step)}
-    replays = {name: _named(windows[0], each.gradients) if each else {} for name, each in ran.items()}
-    alone = [replays[name] for name in _ranks(windows)]
+    together = record.whole(step)
+    own, ours = _compared(windows, together)
     if any(not bool(gradient.isfinite().all()) for each in own for gradient in each.values()):
-        verdict.refusal = verdict.refusal or "its gradients are not finite numbers"
+        verdict.refuse("its gradients are not finite numbers")
         return
     if not any(own):
-        verdict.refusal = verdict.refusal or "its optimizer steps without gradients, or computes them itself"
+        verdict.refuse("its optimizer steps without gradients, or computes them itself")
         return
-    about = Step(step, windows, own, replays[TOGETHER], replays[BY_SHARE], alone, tolerance)
+    is_unclipped = _is_unclipped(windows, together)
+
+    def replayed(name: str) -> dict[str, Tensor]:
+        found = record.replayed(step, name)
+        return _named(windows[0], found.unclipped if is_unclipped else found.gradients) if found else {}
+
+    alone = [replayed(name) for name in _ranks(windows)]
+    about = Step(step, windows, own, ours, replayed(REVERSED), replayed(BY_SHARE), alone, tolerance)
     if differing := _differ(own):
         verdict.add(causes.not_exchanged(about, differing))
         verdict.largest_gap = None
         return
-    together = ran[TOGETHER]
     if together is None:
         path = record.folder / REFUSED
-        verdict.refusal = verdict.refusal or (
-            path.read_text() if path.exists() else "in one process it ended before it had made these steps"
-        )
+        verdict.refuse(path.read_text() if path.exists() else "in one process it ended before it had made these steps")
         return
-    gap = worst(gaps(own[0], replays[TOGETHER]))
-    given = collections.Counter(itertools.chain.from_iterable(window.inputs for window in windows))
-    is_multiple = worst(gaps(own[0], replays[TOGETHER], causes.factor(own[0], replays[TOGETHER]))) <= tolerance
-    has_same_inputs = given == collections.Counter(together.inputs)
-    if gap > tolerance and (why := _not_comparable(record, windows, has_same_inputs, is_multiple)):
-        verdict.refusal = verdict.refusal or why
-        verdict.largest_gap = None
-        return
+    gap = worst(gaps(own[0], ours))
     if gap > tolerance:
-        verdict.add(causes.explained(about, gap, record.facts[0].get("cut", "")))
+        given = collections.Counter(itertools.chain.from_iterable(window.inputs for window in windows))
+        is_multiple = worst(gaps(own[0], ours, causes.factor(own[0], ours))) <= tolerance
+        why = _not_comparable(record, windows, given == collections.Counter(together.inputs), is_multiple)
+        finding = None if why else causes.explained(about, gap, record.facts[0].get("cut", ""))
+        if finding is None or (finding.kind == "coupled samples" and (record.folder / UNMATCHED_ROWS).exists()):
+            why = why or f"its gradients are {gap:.1%} off one process's {about.where}, and no cause explains it"
+            verdict.refuse(why)
+            verdict.largest_gap = None
+            return
+        verdict.add(finding)
     if verdict.largest_gap is not None:
         verdict.largest_gap = max(verdict.largest_gap, gap)
+
+
+def _compared(
+    windows: Sequence[Window], together: Replayed | None
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the ranks' gradients and one process's: before clipping, which hides factors, if ranks had them alike."""
+    if _is_unclipped(windows, together):
+        theirs = [_named(window, window.unclipped) for window in windows]
+        return theirs, _named(windows[0], together.unclipped) if together else {}
+    theirs = [_named(window, window.gradients) for window in windows]
+    return theirs, _named(windows[0], together.gradients) if together else {}
+
+
+def _is_unclipped(windows: Sequence[Window], together: Replayed | None) -> bool:
+    return together is not None and not _differ([_named(window, window.unclipped) for window in windows])
 
 
 def _not_comparable(record: Recording, windows: Sequence[Window], has_same_inputs: bool, is_multiple: bool) -> str:
@@ -150,8 +180,8 @@ def _not_comparable(record: Recording, windows: Sequence[Window], has_same_input
         states = [repr(next((read.generators for read in window.reads if not read.is_end), None)) for window in windows]
         if len({*states}) > 1:
             return "it draws from `random` or NumPy, and each rank draws its own, which no single process can"
-    if record.replay_facts().get("unmatched"):
-        return "it draws random numbers whose shapes do not follow from the ranks' samples"
+    if (record.folder / UNMATCHED).exists() or any(facts.get("hidden") for facts in record.facts):
+        return "it draws random numbers that do not follow from the ranks' samples, or within an operator"
     if record.replay_facts().get("is_told_ranks") and is_multiple:
         return "it starts its ranks itself, and counts as many in one process"
     if not has_same_inputs and not any(window.reads for window in windows):
@@ -209,7 +239,7 @@ def _steps_differ(record: Recording, step: int) -> Finding | None:
     windows = _step(record, step)
     reads = [sum(not read.is_end for read in window.reads) for window in windows]
     calls = [window.micro_batches for window in windows]
-    if all(reads) and len({*reads}) > 1:
+    if step and all(reads) and len({*reads}) > 1:  # in the first, a rank may look at its data
         told = f"For step {step + 1} the ranks read {' and '.join(map(str, reads))} batches"
     elif len({*calls}) > 1:
         told = f"At step {step + 1} the ranks call the model {' and '.join(map(str, calls))} times"
@@ -227,13 +257,13 @@ def _same_samples(windows: Sequence[Window], step: int) -> Finding | None:
     rows = [_rows(window) for window in windows]
     if any(len({*each}) < len(each) for each in rows):  # the data set repeats itself
         return None
-    shared = set.intersection(*({*each} for each in rows))
+    shared = next((both for a, b in itertools.combinations(rows, 2) if (both := {*a} & {*b})), None)
     if not shared:
         return None
     return Finding(
         "same samples",
-        f"All ranks train {len(shared)} of {len(rows[0])} samples at step {step + 1}: each rank reads the whole data "
-        "set; give the loader a DistributedSampler, or prepare it.",
+        f"Ranks train {len(shared)} of {len(rows[0])} samples in common at step {step + 1}: each rank reads the whole "
+        "data set; give the loader a DistributedSampler, or prepare it.",
         evidence={"step": step + 1, "samples": len(shared)},
     )
 
@@ -248,11 +278,15 @@ def _same_draws(windows: Sequence[Window], step: int) -> Finding | None:
     sizes = sizes or {len(window.inputs) for window in windows}
     for draws in zip(*(window.draws for window in windows), strict=False):
         first = draws[0]
-        of_samples = all(draw.dim() and len(draw) in sizes for draw in draws) and first.numel() > 1
-        if of_samples and not _is_constant(first) and all(torch.equal(first, other) for other in draws[1:]):
+        of_samples = all(len(draw) in sizes for draw in draws) and first.numel() > 1
+        if (
+            of_samples
+            and not _is_constant(first)
+            and any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
+        ):
             return Finding(
                 "same draws",
-                f"All ranks draw the same random numbers for their samples at step {step + 1} (of shape "
+                f"Ranks draw the same random numbers for their samples at step {step + 1} (of shape "
                 f"{tuple(first.shape)}): noise or dropout is repeated on each rank; seed each rank differently, as "
                 "by torch.manual_seed(seed + rank).",
                 evidence={"step": step + 1, "shape": [*first.shape]},
@@ -262,12 +296,12 @@ def _same_draws(windows: Sequence[Window], step: int) -> Finding | None:
 
 def _same_augmentation(windows: Sequence[Window], step: int, digests: Sequence[bytes]) -> Finding | None:
     drawn = [window.augmentation for window in windows]
-    is_alike = all(drawn) and all(drawn[0] == other for other in drawn[1:])
-    if not is_alike and not (all(digests) and len({*digests}) == 1):
+    is_alike = any(a and a == b for a, b in (*itertools.combinations(drawn, 2), *itertools.combinations(digests, 2)))
+    if not is_alike:
         return None
     return Finding(
         "same draws",
-        f"All ranks draw the same random numbers in their loaders at step {step + 1}: samples of one rank are "
+        f"Ranks draw the same random numbers in their loaders at step {step + 1}: samples of one rank are "
         "augmented as those of the others; seed each rank differently, as by torch.manual_seed(seed + rank).",
         evidence={"step": step + 1},
     )
@@ -354,26 +388,25 @@ def _last_window(record: Recording) -> Finding | None:
 
 
 def _schedule(record: Recording) -> Finding | None:
-    def differ(theirs: Sequence[float], ours: Sequence[float]) -> bool:
-        pairs = zip(theirs, ours, strict=False)
-        return any(not math.isclose(a, b, rel_tol=_LEARNING_RATE, abs_tol=1e-15) for a, b in pairs)
+    """Compare the steps of schedules. Another learning rate alone may be meant, as one that grows with the ranks."""
 
-    def finding(when: str, theirs: Sequence[float], ours: Sequence[float]) -> Finding:
+    def finding(when: str, theirs: int, ours: int) -> Finding:
+        rates = [window.learning_rates[:1] for window in record.windows[0]][-1]
         return Finding(
             "schedule",
-            f"{when} the learning rate is {theirs[0]:.6g} on {len(record.windows)} ranks and {ours[0]:.6g} in one "
-            "process: the schedule is stepped, or computed, once for each rank; a schedule counts optimizer steps.",
-            evidence={"ranks": [*theirs], "one_process": [*ours]},
+            f"{when} the schedule was stepped {theirs} times on {len(record.windows)} ranks and {ours} times in one "
+            f"process (learning rate {', '.join(f'{rate:.6g}' for rate in rates)}): it is stepped for each rank; a "
+            "schedule counts optimizer steps or epochs.",
+            evidence={"ranks": theirs, "one_process": ours},
         )
 
     for step, window in enumerate(record.windows[0][: record.steps]):
         replayed = record.whole(step)
-        if replayed is not None and differ(window.learning_rates, replayed.learning_rates):
-            return finding(f"At step {step + 1}", window.learning_rates, replayed.learning_rates)
-    theirs, ours = record.facts[0].get("next_learning_rates"), record.replay_facts().get("next_learning_rates")
-    for a, b in zip(theirs or [], ours or [], strict=False):
-        if differ(a, b):
-            return finding("In the second epoch", a, b)
+        if replayed is not None and window.schedule_steps != replayed.schedule_steps:
+            return finding(f"By step {step + 1}", window.schedule_steps, replayed.schedule_steps)
+    theirs, ours = (facts.get("next_schedule_steps") for facts in (record.facts[0], record.replay_facts()))
+    if theirs is not None and ours is not None and theirs != ours:
+        return finding("By the second epoch", theirs, ours)
     return None
 
 
@@ -404,7 +437,11 @@ def _orders(record: Recording, verdict: Verdict) -> list[Finding]:
         twice, size = int((counts - 1).clamp(min=0).sum()), int((counts > 0).sum())
         evidence = {"samples": size, "twice": twice}
         room = len(known) * (record.facts[0]["loaders"][f"{loader}"]["batch_size"])
-        if twice >= size or all(torch.equal(known[0], other) for other in known[1:]):
+        sets = [order.unique() for order in known]  # type: ignore[no-untyped-call]
+        is_torchs = record.facts[0]["loaders"][f"{loader}"]["sampler"].startswith(
+            ("torch.", "accelerate.", "lightning.")
+        )
+        if any(torch.equal(a, b) for a, b in itertools.combinations(sets, 2)):
             found.append(
                 Finding(
                     "same samples",
@@ -423,7 +460,7 @@ def _orders(record: Recording, verdict: Verdict) -> list[Finding]:
                     evidence=evidence,
                 )
             )
-        elif twice and max(repeats) <= room:
+        elif twice and max(repeats) <= room and is_torchs:  # others may repeat samples on purpose
             found.append(
                 Finding(
                     "same samples",
@@ -448,27 +485,32 @@ def _orders(record: Recording, verdict: Verdict) -> list[Finding]:
 def _evaluation(record: Recording, verdict: Verdict) -> list[Finding]:
     found = []
     parts: dict[int, list[list[Tensor]]] = {}
-    sizes, places = dict[int, int](), dict[int, str]()
+    sizes, places = dict[int, Tensor](), dict[int, str]()
     for loader in _loaders(record, training=False):
         facts = record.facts[0]["loaders"].get(f"{loader}", {})
         orders = [record.order(rank, loader, 0) for rank in range(len(record.windows))]
         known = [order for order in orders if order is not None]
         if "dataset" in facts and len(known) == len(orders):
+            places[facts["dataset"]] = facts["place"]
             parts.setdefault(facts["dataset"], []).append(known)
-            sizes[facts["dataset"]], places[facts["dataset"]] = facts["samples"], facts["place"]
+            sets = [record.universe(rank, loader) for rank in range(len(record.windows))]
+            sizes[facts["dataset"]] = torch.cat([sizes.get(facts["dataset"], sets[0]), *sets]).unique()  # type: ignore[no-untyped-call]
     if not parts:
         verdict.unseen.append("an evaluation")
     has_gathered = any(facts["gathers"] for facts in record.facts)
     has_exchanged = has_gathered or any(facts["collectives"] for facts in record.facts)
     for dataset, loaders in parts.items():
-        size, where = sizes[dataset], places[dataset]
+        universe, where = sizes[dataset], places[dataset]
+        size = len(universe)
         # A loader that all ranks read alike is everybody's own.
         shared = [known for known in loaders if not all(torch.equal(known[0], other) for other in known[1:])]
         if not shared:
             continue
         own = [known[0] for known in loaders if not any(known is each for each in shared)]
-        counts = torch.cat([*(order for known in shared for order in known), *own]).bincount(minlength=size)
-        twice, never = int((counts - 1).clamp(min=0).sum()), int((counts == 0).sum())
+        counts = torch.cat([*(order for known in shared for order in known), *own]).bincount(
+            minlength=int(universe.max()) + 1
+        )
+        twice, never = int((counts - 1).clamp(min=0).sum()), int((counts[universe] == 0).sum())
         if not has_exchanged:
             mine = len(shared[0][0])
             found.append(
@@ -497,15 +539,16 @@ def _evaluation(record: Recording, verdict: Verdict) -> list[Finding]:
                     evidence={"twice": twice, "of": size},
                 )
             )
-    if (finding := _reductions(record)) is not None:
+    if (finding := _reductions(record, verdict)) is not None:
         found.append(finding)
     return found
 
 
-def _reductions(record: Recording) -> Finding | None:
+def _reductions(record: Recording, verdict: Verdict) -> Finding | None:
     theirs, ours = record.facts[0]["reductions"], record.replay_facts().get("reductions", [])
     ranks = len(record.windows)
     if [each["place"] for each in theirs] != [each["place"] for each in ours]:
+        verdict.unseen.append("what the evaluation reduces")
         return None
     for many, one in zip(theirs, ours, strict=True):
         for a, b in zip(many["values"], one["values"], strict=False):

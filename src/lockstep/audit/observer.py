@@ -28,12 +28,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from .._torch import TorchDispatchMode
+from .._torch import TorchDispatchMode, arguments
 from . import VARIABLE, recording
 
 TAIL_S, TAIL_STEPS = 30.0, 4
 """Longest time of a tail, in seconds, and its optimizer steps: of batches that were read ahead."""
 _LOCKSTEP = f"{Path(__file__).parents[1]}{os.sep}"
+_CHANGES = {"open": 0, "os.rename": 1, "os.remove": 0, "shutil.copyfile": 1, "shutil.move": 1}
+"""Events of Python's audit hooks that change a file, and which argument names it."""
 _REDUCED = 16  # values of a tensor that an evaluation reduces, at most
 
 
@@ -73,14 +75,17 @@ class Modules:
         others = [f"parameter {number} of no module" for number in range(len(self.others))]
         return [*([name for name, _ in root.named_parameters()] for root in self.roots), others]
 
-    def gradients(self, optimizer: Optimizer) -> list[list[Tensor | None]]:
-        """Return the gradients of the optimizer's parameters; None for others."""
+    def gradients(self, optimizer: Optimizer, before: dict[int, Tensor] | None = None) -> list[list[Tensor | None]]:
+        """Return the gradients of the optimizer's parameters, or what they were `before`; None for others."""
         held = {id(each) for each in _held(optimizer)}
         parameters = [*([*root.parameters()] for root in self.roots), self.others]
-        return [
-            [None if each.grad is None or id(each) not in held else each.grad.detach().clone() for each in root]
-            for root in parameters
-        ]
+
+        def gradient(parameter: nn.Parameter) -> Tensor | None:
+            if id(parameter) not in held or parameter.grad is None:
+                return None
+            return parameter.grad.detach().clone() if before is None else before.get(id(parameter), parameter.grad)
+
+        return [[gradient(each) for each in root] for root in parameters]
 
 
 def _held(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -93,6 +98,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, see: Callable[[Tensor, bool, bool], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
+        self.is_hidden = False
+        """Whether draws were made that are no operator's result."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -104,7 +111,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.native_dropout.default and args[2]:
             mask = self._see(found[1], False, False)
             return args[0] * mask / (1 - args[1]), mask
-        return found  # of attention, whose draws are hidden
+        names = [each.name for each in arguments(func)]
+        if "dropout_p" in names:  # of attention, whose draws are hidden
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.is_hidden |= bool(given.get("dropout_p"))
+        return found
 
 
 class Observer(ABC):
@@ -117,6 +128,9 @@ class Observer(ABC):
         self.is_evaluating = False
         self.is_tail = False
         self.inputs: list[bytes] = []
+        self.unclipped: dict[int, Tensor] = {}
+        """Gradients before they were clipped, by their parameters' id."""
+        self.schedule_steps = 0
         self.calls = 0
         """Of outermost modules whose gradients are computed, in this window."""
         self.loaders: list[DataLoader[Any]] = []
@@ -141,6 +155,8 @@ class Observer(ABC):
         self._watch_loaders()
         self._watch_collectives()
         self._watch_files()
+        self._watch_clipping()
+        self._watch_schedules()
         atexit.register(self.write_facts)
         plain = Optimizer.__init__
 
@@ -268,8 +284,6 @@ class Observer(ABC):
             if not path.exists() or recording.is_made(kept):
                 recording.make(kept, path)
                 return save(values, f, *args, **options)
-            if self.is_tail:
-                self.end()  # before it is copied or renamed
             recording.save(values, kept)
             return None
 
@@ -281,6 +295,54 @@ class Observer(ABC):
             return load(f, *args, **options)
 
         torch.save, torch.load = saved, loaded  # type: ignore[assignment]
+        begun_s, is_ending = self.folder.stat().st_ctime, False
+
+        def watch(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal is_ending
+            if not self.is_tail or is_ending or event not in _CHANGES:
+                return
+            if event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
+                return
+            target = args[_CHANGES[event]]
+            with contextlib.suppress(OSError, TypeError, ValueError):
+                if Path(target).is_file() and Path(target).stat().st_mtime < begun_s:
+                    is_ending = True
+                    self.end()
+
+        sys.addaudithook(watch)  # an evaluation is over: a file of the user's is about to change
+
+    def _watch_clipping(self) -> None:
+        """Keep gradients as they were: clipped ones hide a wrong count."""
+        plain, observer = nn.utils.clip_grad_norm_, self
+
+        @functools.wraps(plain)
+        def clipped(parameters: Any, *args: Any, **options: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+            observer.unclipped |= {id(each): each.grad.detach().clone() for each in given if each.grad is not None}
+            return plain(given, *args, **options)
+
+        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clipped
+
+    def _watch_schedules(self) -> None:
+        """Count the steps of torch's schedules."""
+        depth, observer = 0, self
+
+        def watched(plain: Any) -> Any:
+            @functools.wraps(plain)
+            def step(*args: Any, **options: Any) -> Any:
+                nonlocal depth
+                depth += 1
+                observer.schedule_steps += depth == 1  # a schedule of schedules steps once
+                try:
+                    return plain(*args, **options)
+                finally:
+                    depth -= 1
+
+            return step
+
+        for kind in vars(torch.optim.lr_scheduler).values():
+            if isinstance(kind, type) and "step" in vars(kind):
+                kind.step = watched(kind.step)  # type: ignore[attr-defined]
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         modules = self.modules

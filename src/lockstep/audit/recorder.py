@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ from .recording import Read, Window
 
 _SYNCHRONISED = "SyncBatchNorm"
 _ORDER = 10_000_000  # indices of an epoch, at most
+_KEPT = 128  # batches of a loader that nothing was trained on yet
 _AUGMENTATION = 64  # digests of a window, at most
 _NO_MORE = object()
 
@@ -49,11 +49,13 @@ class Recorder(Observer):
         self._generators: Any = None
         self._is_drawn_outside = False
         self._current: int | None = None
+        self._recent: set[int] = set()
+        """Loaders that were read since a model was called."""
         self._training: set[int] = set()
         """Loaders whose batches are trained on."""
         self._datasets: list[Any] = []
         self._is_watching_metrics = False
-        self.facts |= {"loaders": {}, "next_learning_rates": None}
+        self.facts |= {"loaders": {}, "next_schedule_steps": None}
 
     @property
     def _rank_folder(self) -> Path:
@@ -66,7 +68,12 @@ class Recorder(Observer):
         """See `Observer.write_facts`."""
         if self.step:  # not of a launcher
             part = self._rank_folder / f"facts.{os.getpid()}"
-            part.write_text(json.dumps(self.facts | {"training": sorted(self._training)}))
+            part.write_text(
+                json.dumps(
+                    self.facts
+                    | {"training": sorted(self._training), "hidden": self._mode is not None and self._mode.is_hidden}
+                )
+            )
             part.replace(self._rank_folder / "facts.json")
             if self.is_tail:
                 recording.save([tuple(read) for read in self._reads], self._rank_folder / "tail.pt")
@@ -75,7 +82,7 @@ class Recorder(Observer):
         """Yield the loader's batches, and keep them; of an evaluation only the first and the last."""
         self._see_order(number, iteration, loader)
         if self.is_tail and number in self._training:
-            self.facts["next_learning_rates"] = [learning_rates(each) for each in self.modules.optimizers]
+            self.facts["next_schedule_steps"] = self.schedule_steps
             self.end()
         iterator, count = None, 0
         while True:
@@ -84,7 +91,7 @@ class Recorder(Observer):
             if iterator is None:
                 iterator = plain()
             is_over = self.is_tail and number in self._training
-            if count and self.is_evaluating and self._current == number and number not in self._training:
+            if count and self.is_tail and self.is_evaluating and self._current == number:
                 batch, is_over = self._last_batch(loader, count), True
             else:
                 self._reads_samples = True
@@ -93,11 +100,15 @@ class Recorder(Observer):
             self._is_reading = False
             if repr(self._generators) != repr(now := recording.generator_states()):
                 self._augmentation.append(hashlib.sha256(repr(now).encode()).digest())
+            if count == _KEPT and number not in self._training:
+                (self.folder / recording.REFUSED).write_text("it reads more batches before it trains than are kept")
+                self.end()
             if batch is not _NO_MORE:
                 self._generators = recording.generator_states()
                 batch = recording.copied(batch, self.dtype) if self.dtype else batch
                 self._reads.append(Read(number, iteration, recording.copied(batch), self._generators))
                 self._current, count = number, count + 1
+                self._recent.add(number)
                 yield batch
             if batch is _NO_MORE or is_over:
                 self._reads.append(Read(number, iteration, None, None))
@@ -142,12 +153,15 @@ class Recorder(Observer):
         whole, indices = loader.dataset, torch.tensor([index for batch in batches for index in batch])
         if indices.dtype != torch.int64:
             return
+        universe = torch.arange(len(whole))  # type: ignore[arg-type]
         while isinstance(whole, Subset):
-            indices, whole = torch.tensor([*whole.indices])[indices], whole.dataset
+            places = torch.tensor([*whole.indices])
+            indices, universe, whole = places[indices], places[universe], whole.dataset
         if not any(whole is each for each in self._datasets):
             self._datasets.append(whole)
         dataset = next(place for place, each in enumerate(self._datasets) if each is whole)
-        self.facts["loaders"][str(number)] |= {"dataset": dataset, "samples": len(whole), "part": len(loader.dataset)}  # type: ignore[arg-type]
+        self.facts["loaders"][str(number)] |= {"dataset": dataset, "sampler": type(loader.sampler).__module__}
+        recording.save(universe, self._rank_folder / f"universe {number}.pt")
         if iteration == 0 or self.is_tail:
             recording.save(indices, self._rank_folder / f"order {number} {min(iteration, 1)}.pt")
 
@@ -160,11 +174,15 @@ class Recorder(Observer):
 
     def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
         """Keep the result, except single numbers, such as seeds; of what a loader draws, a digest."""
-        if not result.dim() or self.is_tail or len(self._augmentation) >= _AUGMENTATION:
+        if not result.dim() or self.is_tail:
             return result
         if not self._is_reading:
             self._draws.append(result.detach().clone())
-        elif (self._reads_samples or torch.utils.data.get_worker_info() is not None) and not is_order:
+        elif (
+            (self._reads_samples or torch.utils.data.get_worker_info() is not None)
+            and not is_order
+            and len(self._augmentation) < _AUGMENTATION
+        ):
             self._augmentation.append(hashlib.sha256(repr(result.tolist()).encode()).digest())
             if torch.utils.data.get_worker_info() is not None:
                 with (self._rank_folder / "augmentation").open("ab") as file:
@@ -176,8 +194,8 @@ class Recorder(Observer):
 
     def see_call(self, number: int, root: nn.Module) -> None:
         """Keep a root's weights before its first call in a window."""
-        if self._current is not None:
-            self._training.add(self._current)
+        self._training |= self._recent
+        self._recent = set()
         if number not in self._weights:
             self._weights[number] = [each.detach().clone() for each in (*root.parameters(), *root.buffers())]
         if isinstance(root, DistributedDataParallel):
@@ -220,6 +238,7 @@ class Recorder(Observer):
                 self._weights.get(place, [each.detach().clone() for each in now[place]]) for place in range(len(now))
             ],
             gradients=self.modules.gradients(optimizer),
+            unclipped=self.modules.gradients(optimizer, self.unclipped),
             names=self.modules.names(),
             buffers=self._buffers,
             has_batchnorm=any(
@@ -230,6 +249,7 @@ class Recorder(Observer):
             is_coarse=self.modules.is_coarse,
             optimizer=number,
             learning_rates=learning_rates(optimizer),
+            schedule_steps=self.schedule_steps,
             inputs=self.inputs,
             micro_batches=self.calls,
             exchanges=self._exchanges,
@@ -240,6 +260,7 @@ class Recorder(Observer):
         self.write_facts()
         self._augmentation = []
         self._reads, self._draws, self._weights, self._buffers, self._exchanges = [], [], {}, {}, []
+        self.unclipped = {}
         self.calls, self.inputs, self._seen, self._is_drawn_outside = 0, [], set(), False
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -265,7 +286,12 @@ def _batches_of(loader: DataLoader[Any]) -> list[list[int]] | None:
     before, generators = torch.get_rng_state(), recording.generator_states()
     try:
         memo = {id(loader.dataset): loader.dataset}
-        found = [*itertools.islice(copy.deepcopy(sampler, memo), _ORDER)]
+        found, count = list[Any](), 0
+        for batch in copy.deepcopy(sampler, memo):
+            found.append(batch)
+            count += len(batch)
+            if count > _ORDER:
+                return None
     except Exception:  # a sampler that cannot be copied, or has no end of its own
         return None
     finally:

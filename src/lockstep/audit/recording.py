@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-TOGETHER, TURNS, BY_SHARE, FIRST = "together", "in turns", "statistics by share", "first micro-batch"
-"""Passes of a replay: all ranks' samples in one batch; each rank's batch by itself; all in one with BatchNorm's
-statistics of each rank's share; every micro-batch of every window the very first. The others, `rank 0` and so on, have
-one rank's samples."""
+TOGETHER, REVERSED = "together", "in reverse order"
+TURNS, BY_SHARE, FIRST = "in turns", "statistics by share", "first micro-batch"
+"""Passes of a replay: all ranks' samples in one batch; the same with the last rank's samples first; each rank's batch
+by itself; all in one with BatchNorm's statistics of each rank's share; each micro-batch replaced by a copy of the
+first. The others, `rank 0` and so on, have one rank's samples."""
+UNMATCHED, UNMATCHED_ROWS = "unmatched", "unmatched rows"
+"""Files that say: draws were of other shapes than the ranks' together; BatchNorm was given other rows than samples."""
 REFUSED = "refused.txt"
 """File that says why the ranks' batches cannot be joined."""
 _IGNORED = -100  # target that the field's losses leave out
@@ -52,6 +55,8 @@ class Window(NamedTuple):
     """Parameters and buffers of each outermost module, before its first call."""
     gradients: list[list[Tensor | None]]
     """By module and parameter; None for one of another optimizer."""
+    unclipped: list[list[Tensor | None]]
+    """The same before they were clipped."""
     names: list[list[str]]
     buffers: dict[str, Tensor]
     """As the first call of the modules that hold them found them."""
@@ -61,6 +66,8 @@ class Window(NamedTuple):
     optimizer: int
     """Number in the order of the first steps."""
     learning_rates: list[float]
+    schedule_steps: int
+    """Since the begin."""
     inputs: list[bytes]
     """Digests of the samples given to the model."""
     micro_batches: int
@@ -79,7 +86,9 @@ class Replayed(NamedTuple):
     """What one process computed of a window."""
 
     gradients: list[list[Tensor | None]]
+    unclipped: list[list[Tensor | None]]
     learning_rates: list[float]
+    schedule_steps: int
     inputs: list[bytes]
     micro_batches: int
 
@@ -110,6 +119,10 @@ class Recording:
         """Return rank 0's weights after its last window."""
         path = self.folder / "rank0" / "final.pt"
         return torch.serialization.load(path, weights_only=True) if path.exists() else []
+
+    def universe(self, rank: int, loader: int) -> Tensor:
+        """Return the indices (n) of the samples that a loader's data set has, in the data set it is a part of."""
+        return torch.serialization.load(self.folder / f"rank{rank}" / f"universe {loader}.pt", weights_only=True)  # type: ignore[no-any-return]
 
     def augmentation(self) -> list[bytes]:
         """Return, by rank, what its data workers drew, as digests in any order."""
@@ -255,8 +268,16 @@ def _mapped(join: Callable[[Sequence[Tensor]], Tensor], batches: Sequence[Any]) 
     if hasattr(first, "keys"):  # a dict, or a mapping such as a tokenizer's output
         return type(first)({key: _mapped(join, [batch[key] for batch in batches]) for key in first.keys()})  # noqa: SIM118
     if isinstance(first, tuple | list):
-        if first and not any(isinstance(each, Tensor | tuple | list) or hasattr(each, "keys") for each in first):
-            return type(first)(each for batch in batches for each in batch)  # texts, names: one for each sample
+        lengths = {len(each) if each.dim() else -1 for batch in batches for each in batch if isinstance(each, Tensor)}
+        are_samples = len({len(batch) for batch in batches}) > 1 or (
+            isinstance(first, list) and len(lengths) > len(batches)
+        )
+        if are_samples or not any(isinstance(each, Tensor | tuple | list) or hasattr(each, "keys") for each in first):
+            return type(first)(each for batch in batches for each in batch)  # texts, boxes: one for each sample
         made = [_mapped(join, [batch[index] for batch in batches]) for index in range(len(first))]
         return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    if len(batches) > 1 and not (
+        isinstance(first, str | int | float | None) and all(each == first for each in batches)
+    ):
+        raise ValueError(f"its batches hold a {type(first).__name__} that cannot be joined")
     return first

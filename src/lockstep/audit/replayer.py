@@ -17,7 +17,19 @@ from torch.utils.data import DataLoader
 from .._torch import BatchNorm
 from . import recording
 from .observer import Observer, learning_rates
-from .recording import BY_SHARE, FIRST, REFUSED, TOGETHER, TURNS, Read, Recording, Window
+from .recording import (
+    BY_SHARE,
+    FIRST,
+    REFUSED,
+    REVERSED,
+    TOGETHER,
+    TURNS,
+    UNMATCHED,
+    UNMATCHED_ROWS,
+    Read,
+    Recording,
+    Window,
+)
 
 
 class _Feed:
@@ -46,6 +58,8 @@ class _Feed:
             parts = [
                 [rank[number] for rank in batches if number < len(rank)] for number in range(max(map(len, batches)))
             ]
+            if name == REVERSED:
+                parts = [each[::-1] for each in parts]
             if name == FIRST:
                 parts = [parts[0] for _ in parts]
             if name == TURNS:
@@ -140,7 +154,7 @@ class Replayer(Observer):
     def batches(self, number: int, iteration: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
         """Yield the ranks' batches, joined."""
         if self.is_tail and number in self._training:
-            self.facts["next_learning_rates"] = [learning_rates(each) for each in self.modules.optimizers]
+            self.facts["next_schedule_steps"] = self.schedule_steps
             self.end()
         if number not in self._feeds:
             return
@@ -183,6 +197,7 @@ class Replayer(Observer):
                 for sizes in (sizes for feed in self._feeds.values() for sizes in reversed(feed.sizes)):
                     if sum(sizes) == len(x):
                         return torch.cat([plain(share) for share in torch.split(x, sizes)])
+                (self.folder / UNMATCHED_ROWS).touch()
             return plain(x)
 
         return forward
@@ -192,7 +207,7 @@ class Replayer(Observer):
         step, name = self._now
         if name == FIRST:
             step = 0
-        windows = [windows[step] for windows in self._windows]
+        windows = [windows[step] for windows in self._windows][:: -1 if name == REVERSED else 1]
         return [windows[int(name.removeprefix("rank "))]] if name.startswith("rank ") else windows
 
     def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
@@ -211,15 +226,18 @@ class Replayer(Observer):
         sizes = [recording.size_of(window.reads[0].batch) if window.reads else 0 for window in windows]
         of_samples = not any(sizes) or sizes == [len(draw) for draw in draws]  # also where the script asks for fewer
         whole = draws[0]
-        if sum(map(len, draws)) == len(result) or (is_new and of_samples and not is_alike):
+        if is_order and sum(map(len, draws)) == len(result):  # of a batch's samples, within each rank's
+            offsets = [sum(map(len, draws[:rank])) for rank in range(len(draws))]
+            whole = torch.cat([draw + offset for draw, offset in zip(draws, offsets, strict=True)])
+        elif sum(map(len, draws)) == len(result) or (is_new and of_samples and not is_alike):
             whole = torch.cat(draws)
         elif not is_alike:
-            self.facts["unmatched"] = True
+            (self.folder / UNMATCHED).touch()
         if not is_new and whole.shape == result.shape:
             return result.copy_(whole)
         if is_new and whole.shape[1:] == result.shape[1:]:
             return whole.to(result)
-        self.facts["unmatched"] = True
+        (self.folder / UNMATCHED).touch()
         return result
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -228,8 +246,15 @@ class Replayer(Observer):
         if self.is_tail or not self.modules.roots:
             return
         step, name = self._now
-        found = (self.modules.gradients(optimizer), learning_rates(optimizer), self.inputs, self.calls)
-        recording.save(found, recording.replay_path(self.folder, step, name))
+        found = recording.Replayed(
+            self.modules.gradients(optimizer),
+            self.modules.gradients(optimizer, self.unclipped),
+            learning_rates(optimizer),
+            self.schedule_steps,
+            self.inputs,
+            self.calls,
+        )
+        recording.save(tuple(found), recording.replay_path(self.folder, step, name))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Put the next window's weights in place."""
@@ -238,7 +263,7 @@ class Replayer(Observer):
             return
         if not self.modules.roots:
             return
-        self.step, self._draw, self.inputs, self.calls = self.step + 1, 0, [], 0
+        self.step, self._draw, self.inputs, self.calls, self.unclipped = self.step + 1, 0, [], 0, {}
         if self.step < len(self._plan) and not self._now[0]:
             self._draw_of_pass = 0
         if self.step < len(self._plan):

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
+from ..launchers.process import end_with_parent
 from . import VARIABLE
 
 _STARTUP = Path(__file__).parent / "startup"
@@ -55,12 +58,20 @@ def run(mode: str, started: Sequence[Process], folder: Path, *, limit_s: float =
             for each in started:
                 children.append(
                     subprocess.Popen(
-                        each.command, env=env | each.env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                        each.command,
+                        env=env | each.env,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=end_with_parent,
                     )
                 )
             return _waited(children, folder, limit_s)
         finally:
             for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):  # a launcher's ranks have sessions of their own
+                    for each in psutil.Process(child.pid).children(recursive=True):
+                        each.kill()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()

@@ -58,7 +58,7 @@ class Audited(NamedTuple):
 def main(given: list[str]) -> int:
     """Audit a script; return 0 where it is sound. Raises `ProofError` where it is not."""
     at = given.index("--") if "--" in given else None
-    ours, script = run.split(given) if at is None else (given[:at], given[at:])
+    ours, script = run.split(given, ("--float64",)) if at is None else (given[:at], given[at:])
     own, rest = flags.take(ours, _OWN, prog="lockstep audit")
     if rest:
         raise RequestError(f"lockstep audit has no flag {rest[0]}; flags of the script follow it.")
@@ -103,14 +103,18 @@ def judge(audited: Audited, folder: Path | None, keep: Callable[[Verdict], None]
 def _verdict(audited: Audited, folder: Path) -> Verdict:
     about = audited.about
     code = audited.run("record", folder, audited.ranks, steps=audited.steps)
-    if code and not all((rank / "final.pt").exists() for rank in folder.glob("rank*")):
+    known = [*folder.glob("rank*")]
+    if code and not (known and all((rank / "final.pt").exists() for rank in known)):
         raise _failed(folder / "record.txt", f"{about} failed by itself")
+    start.remove_made(folder)  # a script may continue from what it finds
     ranks = len([*folder.glob("rank*/window0.pt")])
     if (folder / "refused.txt").exists():
         raise RequestError(f"{about} cannot be judged: {(folder / 'refused.txt').read_text()}.")
     if not ranks:
         within = f" within {audited.limit_s:g} s (--timeout)" if code is None else ""
         raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call{within}.")
+    if ranks < len(known):
+        raise RequestError(f"{about} cannot be judged: an optimizer steps on {ranks} of {len(known)} ranks alone.")
     if ranks < 2:
         raise RequestError(f"{about} cannot be judged: it has one rank; start several, as by --devices 2.")
     from ..audit import judge  # late: it imports torch
@@ -120,11 +124,12 @@ def _verdict(audited: Audited, folder: Path) -> Verdict:
     missing = [TOGETHER]
     while missing:
         code = audited.run("replay", folder, 1, passes=missing)
+        start.remove_made(folder)
         done = [name for name in missing if record.replayed(record.steps - 1, name) is not None]
         if (folder / REFUSED).exists():
             break
-        if code and missing == [TOGETHER] and record.replayed(0, TOGETHER) is None:
-            raise _failed(folder / "replay.txt", f"{about} failed in one process, on the samples of all ranks")
+        if code and not done:
+            sys.stderr.write(visible((folder / "replay.txt").read_text(errors="replace")))
         if not done:
             break
         if missing == [TOGETHER] and judge.takes_turns(record):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
-       lockstep verify gradients [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
+       lockstep verify gradients [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
 
 Computes the gradients of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
 process and with --devices N under each strategy, or under --strategy alone, in float64. If they differ, disables every
@@ -115,7 +115,9 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
         raise RequestError(f"{idle[0]} has no use here: the first steps of a script are audited; leave it out.")
     config, words = curve.parsed([*rest], script, prog=_PROG)
     setup = curve.checked(config, words, script, name="gradients")
-    folder = config.record.output or folders.fresh(f"{Path(script[0]).stem}-gradients")
+    folder = config.record.output or folders.fresh(
+        f"{Path(script[1] if script[0] == '-m' else script[0]).stem}-gradients"
+    )
     begun_s = time.monotonic()
 
     def keep(verdict: Verdict) -> None:
@@ -125,7 +127,9 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
             outcome=Check.OPEN if verdict.refusal else Check.HOLDS if verdict.is_sound else Check.FAILS,
             times=verdict.steps,
             tolerance=f"{verdict.tolerance:g} relative",
-            found="; ".join(each.kind for each in verdict.findings) or f"largest difference {verdict.largest_gap:.1e}",
+            found="; ".join(each.kind for each in verdict.findings)
+            or verdict.refusal
+            or f"largest difference {verdict.largest_gap or 0.0:.1e}",
             cost_s=time.monotonic() - begun_s,
         )
         if trouble := variants.unwritten(folder, [check]):
