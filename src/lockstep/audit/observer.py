@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 
 from .._torch import TorchDispatchMode, arguments
-from . import VARIABLE, recording
+from . import BEGUN, VARIABLE, recording
 
 TAIL_S, TAIL_STEPS = 30.0, 4
 """Longest time of a tail, in seconds, and its optimizer steps: of batches that were read ahead."""
@@ -295,7 +295,7 @@ class Observer(ABC):
             return load(f, *args, **options)
 
         torch.save, torch.load = saved, loaded  # type: ignore[assignment]
-        begun_s, is_ending = self.folder.stat().st_ctime, False
+        begun_s, is_ending = (self.folder / BEGUN).stat().st_mtime, False
 
         def watch(event: str, args: tuple[Any, ...]) -> None:
             nonlocal is_ending
@@ -305,6 +305,8 @@ class Observer(ABC):
                 return
             target = args[_CHANGES[event]]
             with contextlib.suppress(OSError, TypeError, ValueError):
+                if event == "shutil.copyfile" and not Path(target).exists():
+                    recording.make(folder / recording.key(Path(target).resolve()), Path(target).resolve())
                 if Path(target).is_file() and Path(target).stat().st_mtime < begun_s:
                     is_ending = True
                     self.end()

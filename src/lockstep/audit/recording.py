@@ -179,6 +179,7 @@ def key(path: Path) -> str:
 
 def make(kept: Path, path: Path) -> None:
     """Note that the script is about to make a file that was not there."""
+    kept.parent.mkdir(exist_ok=True)
     kept.with_suffix(".made").write_text(str(path))
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import psutil
 
 from ..launchers.process import end_with_parent
-from . import VARIABLE
+from . import BEGUN, VARIABLE
 
 _STARTUP = Path(__file__).parent / "startup"
 _LOOK_S = 0.1
@@ -49,6 +49,8 @@ def run(mode: str, started: Sequence[Process], folder: Path, *, limit_s: float =
     fails, the others are killed, as is in the end what they have left. None if all were killed because `folder` had no
     new file for `limit_s` seconds.
     """
+    if not (folder / BEGUN).exists():
+        (folder / BEGUN).touch()
     path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
     request = json.dumps({"mode": mode, "folder": str(folder), **asked})
     env = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: request, "PYTHONPATH": path}
@@ -94,6 +96,6 @@ def _waited(children: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: 
 
 
 def remove_made(folder: Path) -> None:
-    """Remove the files that the script made by torch.save where none was."""
+    """Remove the files that the script made by torch.save, or as a copy, where none was."""
     for each in folder.glob("saved/*.made"):
         Path(each.read_text()).unlink(missing_ok=True)
