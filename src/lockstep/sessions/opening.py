@@ -83,6 +83,8 @@ def session(
     is_own, has_folder = started is None, started is not None or config.record.output is not None
     if started is not None:
         decided = started.flags | {"launcher", "strategy", "accelerator", "model", "data"}
+        if not config.checkpoint.resume:
+            decided |= {"resume"}  # which several nodes imply
         overrides = {key: value for key, value in flatten(started.config).items() if key in decided}
         config = apply(config, overrides, source="the flags")
     else:

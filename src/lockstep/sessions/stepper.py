@@ -44,6 +44,7 @@ class Stepper:
         self._stepping: Optimizer | None = None  # may step the optimizer that it wraps; a scaler may step it
         self._lr = 0.0
         self._parts_at_step = 0  # backward passes before the last optimizer step
+        self._has_warned_of_steps = False
         self._keeps_gradients: bool | None = None
         """Whether the loop adds to gradients after a step; None until a second epoch has begun."""
         self._has_warned = False
@@ -169,6 +170,13 @@ class Stepper:
             raise RequestError(
                 "optimizer.step() without session.backward(loss) before it: gradients of loss.backward() are not "
                 "weighed, nor summed over the ranks; call session.backward(loss) in its place."
+            )
+        source = self._prepared.source
+        if self._stepped_by and source is not None and source.plan.accumulation > 1 and not self._has_warned_of_steps:
+            self._has_warned_of_steps = True
+            self._loop.warn(
+                "a batch in micro-batches has several optimizer steps, and what its later losses add comes in part "
+                "from the weights before the first of them: another model than without micro-batches (--accumulate 1)"
             )
         if optimizer in self._stepped_by:  # a loop may step twice on one batch
             self._end(self.share, parts=self._parts_at_step, saves=False)
