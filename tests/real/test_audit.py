@@ -118,10 +118,7 @@ BY_DESIGN = {
 OFTEN_WITH = {"weights differ": ["gradients differ"]}
 """Other faults that the scripts of a fault have as well."""
 QUICK = ("ddp plain", "ddp tokens")
-LONG = (
-    *("ddp dropout", "ddp accumulate", "ddp outside", "ddp contrastive", "ddp evaluation-pads", "ddp batchnorm"),
-    *("accelerated plain", "lightning_trainer plain", "hf_trainer padded", "nanogpt right", "gan right"),
-)
+LONG = ("ddp dropout", "ddp contrastive", "ddp evaluation-pads", "hf_trainer padded", "lightning_trainer plain")
 """The rest is as slow, and shows less."""
 
 
