@@ -67,8 +67,8 @@ def main() -> None:
         if rank == 0:
             print(f"loss {loss_sum / len(test_data):.4f}, {hits} of {len(test_data)}")
         scheduler.step()
-    if rank == 0 or args.kind == "checkpoint-by-all":
-        torch.save(model.state_dict(), "mnist.pt")
+        if rank == 0 or args.kind == "checkpoint-by-all":
+            torch.save(model.state_dict(), "mnist.pt")
     dist.barrier()
     assert ranks
 

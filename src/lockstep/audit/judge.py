@@ -102,6 +102,8 @@ def judge(record: Recording) -> Verdict:
     verdict.add(_schedule(record))
     for finding in (*_orders(record, verdict), *_evaluation(record, verdict), _saves(record)):
         verdict.add(finding)
+    if not any(facts["saves"] for facts in record.facts):
+        verdict.unseen.append("a checkpoint")
     return verdict
 
 
@@ -346,7 +348,7 @@ def _buffers_differ(windows: Sequence[Window], step: int) -> Finding | None:
 
 def _wasted_exchanges(windows: Sequence[Window], step: int) -> Finding | None:
     reads = collections.Counter(read.loader for read in windows[0].reads if not read.is_end)
-    count, flags = max(reads.values(), default=0), windows[0].exchanges
+    count, flags = max(reads.values(), default=windows[0].micro_batches), windows[0].exchanges
     if not step or count < 2 or len(flags) != count or not all(flags):
         return None
     return Finding(

@@ -198,11 +198,11 @@ class Recorder(Observer):
         self._recent = set()
         if number not in self._weights:
             self._weights[number] = [each.detach().clone() for each in (*root.parameters(), *root.buffers())]
-        if isinstance(root, DistributedDataParallel):
-            self._exchanges.append(root.require_backward_grad_sync)
 
     def see_module(self, module: nn.Module) -> None:
         """Keep the buffers that a module begins the window with, after its wrapper has broadcast them."""
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            self._exchanges.append(module.require_backward_grad_sync)
         own = [*module.named_buffers(recurse=False)]
         if own and not self.is_evaluating and not self.is_tail and id(module) not in self._seen:
             self._seen.add(id(module))
