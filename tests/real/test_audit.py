@@ -105,7 +105,6 @@ FAULTS = {
     },
     "nanogpt": {"gradients differ": "never unwrapped", "same samples": "same-samples", "wrong count": "undivided"},
     "gan": {"gradients differ": "unwrapped", "same draws": "same-noise", "wrong count": "times-ranks"},
-    "of_session": {"coupled samples": "contrastive"},
 }
 BY_DESIGN = {
     "ddp": {"local BatchNorm": "batchnorm", "no_sync missing": "accumulate-always", "padded epoch": "padded"},
