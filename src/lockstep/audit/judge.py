@@ -135,7 +135,10 @@ def _judge_step(record: Recording, step: int, verdict: Verdict) -> None:
         found = record.replayed(step, name)
         return _named(windows[0], found.unclipped if is_unclipped else found.gradients) if found else {}
 
-    alone = [replayed(name) for name in _ranks(windows)]
+    alone = [
+        replayed(name) if _has_inputs(record, step, name, window) else {}
+        for name, window in zip(_ranks(windows), windows, strict=True)
+    ]
     about = Step(step, windows, own, ours, replayed(REVERSED), replayed(BY_SHARE), alone, tolerance)
     if differing := _differ(own):
         verdict.add(causes.not_exchanged(about, differing))
@@ -193,6 +196,12 @@ def _not_comparable(record: Recording, windows: Sequence[Window], has_same_input
 
 def _step(record: Recording, step: int) -> list[Window]:
     return [windows[step] for windows in record.windows]
+
+
+def _has_inputs(record: Recording, step: int, name: str, window: Window) -> bool:
+    """Return whether a pass gave the model a rank's samples: a loop without a DataLoader reads what it likes."""
+    found = record.replayed(step, name)
+    return found is not None and sorted(found.inputs) == sorted(window.inputs)
 
 
 def _ranks(windows: Sequence[Window]) -> list[str]:
