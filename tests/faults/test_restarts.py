@@ -14,6 +14,7 @@ from lockstep.config.options import read_toml
 from ..command import (
     GATED,
     OPEN,
+    ROOT,
     at,
     command,
     end,
@@ -116,6 +117,16 @@ def test_the_nodes_that_are_left_go_on_and_one_that_comes_back_is_taken_in(tmp_p
     assert [row["plan"]["ranks"] for row in found[begun - 1 :]] == [2, 1, 2]
     made = losses(tmp_path / "run")
     assert [step for step, _ in made] == list(range(1, len(made) + 1))
+
+
+@pytest.mark.long
+def test_nodes_that_are_started_again_continue_a_script(tmp_path: Path) -> None:
+    words = ["run", "--nodes", "1:2", "--devices", 1, "--accelerator", "cpu", "--output", "run"]
+    words += ["--init-method", f"tcp://127.0.0.1:{free_port()}", ROOT / "examples" / "convnet.py", "--epochs"]
+    assert command(tmp_path, *words, 1).code == 0
+    again = command(tmp_path, *words, 2)
+    assert again.code == 0, again
+    assert "continuing at step 23 of 46" in again.err
 
 
 @pytest.mark.long
