@@ -1,0 +1,1 @@
+"""Measurements, figures and exercises of the notes in `docs/notes`."""
