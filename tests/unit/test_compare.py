@@ -59,8 +59,8 @@ def test_each_combination_is_a_variant_or_says_why_it_is_none() -> None:
 
 
 def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() -> None:
-    def usual(cpus: int, gpus: int, *, has_bf16: bool = False, **given: str) -> dict[str, list[str]]:
-        return grid.usual(cpus, gpus, has_bf16=has_bf16, is_script=False, given=given)
+    def usual(cpus: int, gpus: int, *, has_bf16: bool = False, **chosen: str) -> dict[str, list[str]]:
+        return grid.defaults(cpus, gpus, has_bf16=has_bf16, is_script=False, job=chosen)
 
     strategies = ["single", "dp", "ddp"]
     assert usual(2, 0) == {"strategy": strategies, "devices": ["1", "2"]}
@@ -362,7 +362,7 @@ def told(name: str = "two<script>") -> Report:
         row(name, 15.0, 2, step_p50_s=0.07, host_memory_bytes=2e9, loss_gap=1e-7, same_model=True),
         rows.Row(name="broken", flags=(), failed="out of memory"),
     ]
-    return Report(title="a & b", about="here", made="now", rows=table, answer=["Take: x <y>"])
+    return Report(title="a & b", about="here", provenance="now", rows=table, answer=["Take: x <y>"])
 
 
 def test_a_report_says_the_same_in_every_form_and_asks_no_network(tmp_path: Path) -> None:
@@ -488,13 +488,13 @@ def test_replicas_with_batch_statistics_of_their_own_are_another_model(tmp_path:
         (
             {"first_draw": "a.py:3 (aten.rand)"},
             {"accumulation": 2},
-            "its losses differ by 9.9e-03: each micro-batch draws random numbers of its own; the first: a.py:3 "
+            "its losses differ by 9.9e-03: each micro-batch draws its own random numbers; the first: a.py:3 "
             "(aten.rand)",
         ),
         (
             {"undrawn": "a.py:3 draws a tensor."},
             {},
-            "its losses differ by 9.9e-03: each rank draws random numbers of its own, since those of one device failed "
+            "its losses differ by 9.9e-03: each rank draws its own random numbers, since those of one device failed "
             "(a.py:3 draws a tensor)",
         ),
     ],

@@ -27,7 +27,7 @@ from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run
 from .train import entry
-from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, gpus, kept_in, machine, notifier, provenance, whole_number
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -106,9 +106,9 @@ def main(given: list[str]) -> int:
     screen = Screen(stderr=True)
     _announce(screen, cells, plan)
     disturbed = crowded(screen)
-    with telling(screen) as tell, kept_in(folder):
-        found = rounds.run(cells, job.command, folder, plan, tell)
-        rounds.train(found, job.training, plan, tell)
+    with notifier(screen) as notify, kept_in(folder):
+        found = rounds.run(cells, job.command, folder, plan, notify)
+        rounds.train(found, job.training, plan, notify)
     table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=target)
     told = answer.sentences(table, job.shown, target)
     if any(row.samples_per_s and row.batch is None for row in table):
@@ -116,7 +116,7 @@ def main(given: list[str]) -> int:
     made_with = ", ".join(f"{name} {version_of(name)}" for name in ("lockstep-torch", "torch"))
     told += [disturbed] if disturbed else []
     title, about = f"{folders.default_name(base)}: ways to train", f"{machine()}; {made_with}"
-    _write(Report(title=title, about=about, made=made(), rows=table, answer=told), folder)
+    _write(Report(title=title, about=about, provenance=provenance(), rows=table, answer=told), folder)
     return 0 if any(row.samples_per_s for row in table) else 1
 
 
@@ -135,7 +135,9 @@ def _report_past(given: Sequence[Path], folder: Path | None) -> None:
     if len(batches := sorted({row.batch for row in table if row.batch})) > 1:
         told.append(f"Their global batches differ ({', '.join(map(str, batches))}): they are other models.")
     title, about = counted(len(runs), "run"), "Runs that have ended, each as its manifest.json tells."
-    _write(Report(title=title, about=about, made=made(), rows=table, answer=told, covers=COVERS_PAST), folder)
+    _write(
+        Report(title=title, about=about, provenance=provenance(), rows=table, answer=told, covers=COVERS_PAST), folder
+    )
 
 
 def _write(found: Report, folder: Path) -> None:
@@ -145,7 +147,7 @@ def _write(found: Report, folder: Path) -> None:
     screen = Screen()
     with output.written():
         for columns in report.tables_of(found).values():
-            screen.table([column.head for column in columns], tables.cells(columns, found.whole))
+            screen.table([column.head for column in columns], tables.cells(columns, found.measured))
             screen.print()
         for row in found.rows:
             if row.failed:
@@ -182,7 +184,7 @@ def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
     options, cpus, has_bf16 = flatten(base), hardware.cpus(), bool(hardware.bf16_units())
     named = {word.partition("=")[0].removeprefix("--") for word in job.given}
     kept = {key: str(options[key]) for key in named & {"strategy", "devices", "precision"}}
-    found = grid.usual(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, given=kept)
+    found = grid.defaults(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, job=kept)
     if not found:
         raise RequestError("There is one way to train this here: say what to compare, as in --vary batch=64,256.")
     return found

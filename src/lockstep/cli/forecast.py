@@ -16,7 +16,7 @@ from ..record.console import duration
 from ..runs import folders
 from ..screen import Screen
 from . import output
-from .variants import Job, crowded, gpus, kept_in, machine, made, telling, whole_number
+from .variants import Job, crowded, gpus, kept_in, machine, notifier, provenance, whole_number
 
 USAGE = f"""\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -72,14 +72,14 @@ def main(given: list[str]) -> int:
         strategy = () if job.is_script else ("--strategy", "ddp")
         return job.command(Cell(name="", flags=("--devices", "1", *strategy)), path)
 
-    with telling(screen) as tell, kept_in(folder):
+    with notifier(screen) as notify, kept_in(folder):
         measured = {ranks, *forecast.chosen(devices, batch)} - {0}
         if count := len(forecast.missing(sorted(measured), folder)):
             screen.say(_length(count))
-        shares, facts = forecast.measure(sorted(measured), command, folder, tell)
+        shares, facts = forecast.measure(sorted(measured), command, folder, notify)
         facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # measured without an end
         if not facts.on_gpu and not network.endswith(".json"):
-            tell(f"measuring what gloo itself takes for a message, about {duration(forecast.USUAL_S)}")
+            notify(f"measuring what gloo itself takes for a message, about {duration(forecast.USUAL_S)}")
             gloo = forecast.gloo(folder)
             between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
     cluster = Cluster(between, within, per_node, asked.get("--price"))
@@ -94,7 +94,7 @@ def main(given: list[str]) -> int:
     told = [*doubts, *told]
     about = f"{folders.default_name(base)} over {network}, as measured on {machine()}"
     with kept_in(folder):
-        names = forecast.write(folder, found, told, about, made())
+        names = forecast.write(folder, found, told, about, provenance())
     with output.written():
         columns = tables.filled(forecast.COLUMNS, found)
         printed = Screen()

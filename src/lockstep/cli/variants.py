@@ -176,13 +176,13 @@ def machine() -> str:
     return ", ".join([f"{facts.cpus} × {facts.cpu_name}", *(f"{count} × {name}" for name, count in gpus.items())])
 
 
-def made() -> str:
+def provenance() -> str:
     """Return a report's date and the command that made it."""
     return f"Made {time.strftime('%Y-%m-%d %H:%M')} by: {shlex.join(['lockstep', *sys.argv[1:]])}"
 
 
 @contextlib.contextmanager
-def telling(screen: Screen) -> Iterator[Callable[[str], None]]:
+def notifier(screen: Screen) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows progress; one line on a terminal."""
     if screen.is_terminal:
         with screen.status("") as status:

@@ -14,7 +14,7 @@ _PARTS = {
     "compute": "computation: a larger --batch, a lower --precision, --compile, or more devices reduce it",
     "communication": "exchanging gradients and statistics: a faster link, or a larger --batch, reduces it",
     "optimizer": "the optimizer's step: a larger --batch reduces it per sample",
-    "rest": "work besides the model: a larger --batch reduces it per sample",
+    "rest": "work outside the model: a larger --batch reduces it per sample",
 }
 _WIDE = 0.15  # half of a ratio's interval, relative to the ratio, above which a larger budget is advised
 
@@ -22,57 +22,60 @@ _WIDE = 0.15  # half of a ratio's interval, relative to the ratio, above which a
 def sentences(
     rows: Sequence[Row], command: Callable[[Sequence[str]], Sequence[str]], target: float | None = None
 ) -> list[str]:
-    """Return the answer: the command line to take first, then the reasons.
+    """Return the recommended command line, then the reasons.
 
-    `command` returns the job's own with more flags. With a `target` accuracy the answer is the variant that reaches it
-    first, otherwise the fastest of the same model that is as accurate as any.
+    `command` returns the job's command with more flags. With a `target` accuracy, the recommended variant is the one
+    that reaches it first; otherwise the fastest variant of the same model among the most accurate.
     """
     rows = [row for row in rows if row.samples_per_s is not None]
-    able = [row for row in rows if not row.failed]
-    if not able:
+    working = [row for row in rows if not row.failed]
+    if not working:
         return ["No variant could be measured and trained to its end; the table says why."]
-    reaching = [row for row in able if row.reached]
-    best, ties, reason = _soonest(reaching, target) if target is not None and reaching else _fastest(able)
+    reaching = [row for row in working if row.reached]
+    best, ties, reason = _soonest(reaching, target) if target is not None and reaching else _fastest(working)
     chosen = min([best, *ties], key=lambda row: (row.devices, rows.index(row)))
     if ties:
-        why = (
+        advantage = (
             "needs the fewest devices" if chosen.devices < max(row.devices for row in [best, *ties]) else "comes first"
         )
-        reason += f"; {_names(ties)} cannot be distinguished from it at {CONFIDENCE:.0%}, and {chosen.name} {why}"
-    found = [f"Take: {shlex.join(command(chosen.flags))}", f"{reason}."]
+        reason += f"; {_names(ties)} cannot be distinguished from it at {CONFIDENCE:.0%}, and {chosen.name} {advantage}"
+    lines = [f"Take: {shlex.join(command(chosen.flags))}", f"{reason}."]
     if target is not None:
-        few = [row for row in rows if (row.reached or 0) < (row.seeds or 0)]
-        found += [f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%." for row in few]
+        lines += [
+            f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%."
+            for row in rows
+            if (row.reached or 0) < (row.seeds or 0)
+        ]
     width = max((row.ratio.half_width for row in rows if row.ratio is not None), default=0.0)
     if width > _WIDE:
-        known = f"known to ±{width:.0%} only" if width < 1 else "not known: there was no time for enough races"
-        found.append(f"Ratios are {known}; a larger --budget narrows them.")
+        precision = f"known to ±{width:.0%} only" if width < 1 else "not known: there was no time for enough races"
+        lines.append(f"Ratios are {precision}; a larger --budget narrows them.")
     if chosen.accuracy is not None:
-        which = "Accuracies" if (chosen.seeds or 0) > 1 else "Accuracies of one seed, without a spread to judge them by"
-        found.append(f"{which}: {', '.join(_accuracy(row, chosen) for row in rows if row.accuracy)}.")
+        title = "Accuracies" if (chosen.seeds or 0) > 1 else "Accuracies of one seed, without a spread to judge them by"
+        lines.append(f"{title}: {', '.join(_accuracy(row, chosen) for row in rows if row.accuracy)}.")
     if len(same := [row for row in rows if row.same_model]) > 1:
         gap = max(row.loss_gap or 0.0 for row in same)
         losses = f"differ by {gap:.1e} at most" if gap else "are equal"
         ranks = " and all ranks hold the same bits" if any("replicas" in row.proved for row in same) else ""
-        found.append(f"The same model: {_names(same)}; their losses {losses} in the first steps{ranks}.")
-    if others := [row for row in rows if row.same_model is False]:
-        found.append(f"Not the same model: {', '.join(f'{row.name} ({row.another})' for row in others)}.")
-    return [*found, _limit(chosen)]
+        lines.append(f"The same model: {_names(same)}; their losses {losses} in the first steps{ranks}.")
+    if different := [row for row in rows if row.same_model is False]:
+        lines.append(f"Not the same model: {', '.join(f'{row.name} ({row.another})' for row in different)}.")
+    return [*lines, _limit(chosen)]
 
 
 def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[Row], str]:
-    """Return the variant that most seeds, then soonest, bring to the accuracy; its ties; the reason."""
+    """Return the first variant to reach the accuracy with most seeds; its ties; the reason."""
     most = max(row.reached or 0 for row in reaching)
     rows = [row for row in reaching if row.reached == most]
     best = min(rows, key=lambda row: row.to_accuracy_s or Spread(0, None, 0))
     ties = [row for row in rows if row is not best and difference(row, best, SECONDS, reached=True).low <= 0]
-    after = f"after {_plus_minus(best.to_accuracy_s)} s of training, with {most} of {best.seeds} seeds"
-    return best, ties, f"{best.name} reaches {100 * target:g}% first, {after}"
+    timing = f"after {_plus_minus(best.to_accuracy_s)} s of training, with {most} of {best.seeds} seeds"
+    return best, ties, f"{best.name} reaches {100 * target:g}% first, {timing}"
 
 
-def _fastest(able: Sequence[Row]) -> tuple[Row, list[Row], str]:
+def _fastest(working: Sequence[Row]) -> tuple[Row, list[Row], str]:
     """Return the fastest variant of the same model and accuracy; its ties; the reason."""
-    rows = [row for row in able if row.same_model is not False] or [*able]
+    rows = [row for row in working if row.same_model is not False] or [*working]
     rows = [row for row in rows if not any(difference(row, other, ACCURACY).high < 0 for other in rows)]
     best, *slower = sorted(rows, key=lambda row: row.samples_per_s or (0.0,), reverse=True)
     ties = [row for row in slower if row.series.ratio(best.series).high >= 1]
@@ -84,7 +87,7 @@ def _fastest(able: Sequence[Row]) -> tuple[Row, list[Row], str]:
 
 
 def _accuracy(row: Row, chosen: Row) -> str:
-    """Return a row's accuracy, and how it compares with the chosen row's."""
+    """Return a row's accuracy and its comparison with the chosen row's."""
     gap = difference(row, chosen, ACCURACY)
     verdict = " (higher)" if gap.low > 0 else " (lower)" if gap.high < 0 else " (a tie)"
     is_judged = row is not chosen and (row.seeds or 0) > 1

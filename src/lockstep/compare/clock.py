@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
-_FLOAT64_BYTES = 8  # of a number that SyncBatchNorm exchanges
+_FLOAT64_BYTES = 8  # SyncBatchNorm exchanges float64
 
 
 class Clock:
-    """Times steps and their marks, without the time between epochs.
+    """Times steps and the marks within them; excludes the time between epochs.
 
-    Marks are ends of phases, or points that an exchange needs. The host runs ahead of a GPU: that has its own events.
+    A mark is the end of a phase or the place of an exchange. The host runs ahead of a GPU, so GPU times come from
+    events.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -28,12 +29,12 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Drop all steps, and begin one now."""
+        """Drop all steps and begin one now."""
         self._steps: list[list[tuple[Any, Any]]] = []
         self.go_on()
 
     def go_on(self) -> None:
-        """Begin a step now; drop the time since the last one."""
+        """Begin a step now; exclude the time since the last one."""
         self._marks: list[tuple[Any, Any]] = [(None, self._now())]
 
     def mark(self, label: Any) -> None:
@@ -41,7 +42,7 @@ class Clock:
         self._marks.append((label, self._now()))
 
     def end_step(self, label: Any = None) -> None:
-        """End a step, and `label` in it; begin the next step."""
+        """End `label` and its step; begin the next step."""
         self.mark(label)
         self._steps.append(self._marks)
         self._marks = self._marks[-1:]
@@ -54,24 +55,24 @@ class Clock:
     @property
     def phase_s(self) -> dict[Any, float]:
         """Seconds of each label in all completed steps."""
-        found: defaultdict[Any, float] = defaultdict(float)
+        totals: defaultdict[Any, float] = defaultdict(float)
         for label, seconds in itertools.chain(*self._read()):
-            found[label] += seconds
-        return {**found}
+            totals[label] += seconds
+        return dict(totals)
 
     def profile(self) -> dict[str, Any]:
-        """Return a step's labels ("points") and the "seconds" between them. Shape (steps, points + 1).
+        """Return a step's labels ("points") and the "seconds" between them, of shape (steps, points + 1).
 
-        Steps with other labels than most are left out.
+        Excludes steps whose labels differ from the most frequent ones.
         """
         steps = self._read()
         paths = [[label for label, _ in step[:-1]] for step in steps]
         points = max(paths, key=paths.count)
-        seconds = [[each for _, each in step] for step, path in zip(steps, paths, strict=True) if path == points]
+        seconds = [[gap_s for _, gap_s in step] for step, path in zip(steps, paths, strict=True) if path == points]
         return {"points": points, "seconds": seconds}
 
     def _read(self) -> list[list[tuple[Any, float]]]:
-        """Return the labels of each step, and the seconds up to each."""
+        """Return each step's labels with the seconds since the previous mark."""
         if self._on_gpu:
             import torch
 
@@ -94,7 +95,7 @@ class Clock:
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
 
-def _passed_on(name: str) -> Any:
+def _forwarded(name: str) -> Any:
     def value(progress: MarkedProgress) -> Any:
         return getattr(progress._progress, name)
 
@@ -105,12 +106,12 @@ def _passed_on(name: str) -> Any:
 
 
 class MarkedProgress(Progress):
-    """The progress that a rank's watchdog reads; a clock marks the end of each phase."""
+    """Progress for a rank's watchdog, with a clock that marks the end of each phase."""
 
     __slots__ = ("_progress", "clock")
 
     def __init__(self, progress: Progress, clock: Clock | None) -> None:
-        """Pass everything on to `progress`."""
+        """Forward everything to `progress`."""
         self._progress, self.clock = progress, clock
 
     def enter(self, phase: str) -> None:
@@ -119,39 +120,39 @@ class MarkedProgress(Progress):
             self.clock.mark(self.phase)
         self._progress.enter(phase)
 
-    phase, step, count = _passed_on("phase"), _passed_on("step"), _passed_on("count")
-    folder, failed = _passed_on("folder"), _passed_on("failed")
+    phase, step, count = _forwarded("phase"), _forwarded("step"), _forwarded("count")
+    folder, failed = _forwarded("folder"), _forwarded("failed")
 
 
 def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> list[RemovableHandle]:
-    """Have the clock mark a step's exchanges between ranks. Returns the hooks.
+    """Hook the models so that the clock marks each exchange between ranks. Returns the hooks.
 
-    A mark is (kind, bytes that a rank gives to the exchange, the parameter's number).
+    A mark is (kind, bytes a rank sends, the parameter's number).
     """
     from torch import nn
 
     from ..nn.sync_batchnorm import synchronous
     from .timeline import GATHER, GRADIENT, REDUCE
 
-    def marking(kind: str, size_bytes: int, number: int = -1) -> Any:
+    def marker(kind: str, size_bytes: int, number: int = -1) -> Any:
         return lambda *_: clock.mark((kind, size_bytes, number))
 
-    def before_norm(module: Any, _: Any) -> None:
+    def mark_forward(module: Any, _: Any) -> None:
         if module.training:  # mean, variance, count
-            marking(GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES)()
+            marker(GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES)()
 
-    def after_norm(module: Any, _: Any, output: Tensor) -> None:
+    def mark_backward(module: Any, _: Any, output: Tensor) -> None:
         if module.training and output.requires_grad:
             kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
-            output.register_hook(marking(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
+            output.register_hook(marker(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
     hooks: list[RemovableHandle] = []
-    together = nn.ModuleList(models)  # a parameter that models share counts once
-    for module in together.modules():
+    joint = nn.ModuleList(models)  # a parameter that models share counts once
+    for module in joint.modules():
         if synchronous(module) is not None:
-            hooks += [module.register_forward_pre_hook(before_norm), module.register_forward_hook(after_norm)]
-    for number, parameter in enumerate(together.parameters()):
+            hooks += [module.register_forward_pre_hook(mark_forward), module.register_forward_hook(mark_backward)]
+    for number, parameter in enumerate(joint.parameters()):
         if parameter.requires_grad:
-            mark = marking(GRADIENT, parameter.nbytes, number)
+            mark = marker(GRADIENT, parameter.nbytes, number)
             hooks.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
     return hooks

@@ -1,8 +1,8 @@
 """Forecast step times on N devices from one rank's share. The cluster is described (docs/forecast.md).
 
-Shares are measured alone, each in two processes of its own (`measured.measure_share`), and interpolated; `timeline`
-computes the step of N such ranks. The error bar holds a step's time with 90 %: the differences between processes, and
-the uncertainty of the links, combined as independent errors.
+Each share is measured alone in two separate processes (`measured.measure_share`); shares in between are interpolated;
+`timeline` computes the step of N such ranks. Error bars have 90 % confidence: they combine the differences between
+processes and the uncertainty of the links as independent errors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from .numbers import Interval
 from .records import Record
 from .tables import Column
 from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
-from .trials import Trial
 
 _PASSES, _MOST_MEASURED = 2, 5
-USUAL_S, LIMIT_S = 20.0, 600.0  # what a measurement usually takes: a start, and four seconds of steps; and its limit
-_APART = 1.5  # ratio of step times between processes above which they are doubted
+USUAL_S, LIMIT_S = 20.0, 600.0  # of a measurement: usual time (a start and four seconds of steps), and limit
+_DOUBTFUL = 1.5  # ratio of step times between processes above which measurements are doubted
 _MOST_EFFICIENT = 1.1  # efficiency above which measurements are doubted
 _FACTORS = (1e-4, 1e4)  # limits of the factor between a fitted link and its base
 LOSSES = ("smaller shares", "the slowest rank", "the network's rate", "the network's latency")
@@ -47,11 +46,11 @@ class Share(NamedTuple):
     ranks: int
     profile: Profile
     process_s: tuple[float, ...]  # a mean step, of each process
-    memory_bytes: float  # the most that a rank held: on the GPU where it has one, else of its process
+    memory_bytes: float  # peak of a rank: of its GPU, else of its process
 
 
 class Job(NamedTuple):
-    """The job, independent of devices; None for unknown numbers."""
+    """Facts about the job that do not depend on devices; None for unknown numbers."""
 
     batch: int
     steps_per_epoch: int | None
@@ -90,14 +89,14 @@ class Forecast(NamedTuple):
 
     @property
     def efficiency(self) -> float | None:
-        """The speed-up, divided by the number of devices; None for more than can be believed."""
-        found = self.speed_up.middle / self.devices
-        return found if found <= _MOST_EFFICIENT else None
+        """Speed-up per device; None if implausibly high."""
+        ratio = self.speed_up.middle / self.devices
+        return ratio if ratio <= _MOST_EFFICIENT else None
 
     @property
     def limit(self) -> str:
         """The largest loss; "" where all are small."""
-        name, seconds = max(self.losses_s.items(), key=lambda each: each[1], default=("", 0.0))
+        name, seconds = max(self.losses_s.items(), key=lambda loss: loss[1], default=("", 0.0))
         return name if seconds > 0.02 * self.step_s.middle else ""
 
 
@@ -119,39 +118,38 @@ COLUMNS = (
 def chosen(devices: Sequence[int], batch: int | None) -> list[int]:
     """Choose the numbers of devices to measure: one, and four others evenly.
 
-    Of numbers with shares of one size of the global `batch`, one is enough.
+    Numbers that give the same share of the global `batch` are measured once.
     """
-    several = [each for each in devices if each > 1]
-    by_share = {ranks if batch is None else math.ceil(batch / ranks): ranks for ranks in reversed(several)}
-    several = sorted(by_share.values())
-    kept = min(_MOST_MEASURED - 1, len(several))
-    return [1, *(several[round(at)] for at in np.linspace(0, len(several) - 1, kept))]
+    by_share = {ranks if batch is None else math.ceil(batch / ranks): ranks for ranks in reversed(devices) if ranks > 1}
+    candidates = sorted(by_share.values())
+    number = min(_MOST_MEASURED - 1, len(candidates))
+    return [1, *(candidates[round(index)] for index in np.linspace(0, len(candidates) - 1, number))]
 
 
 def measure(
-    ranks: Sequence[int], command: Callable[[int, Path], Words], folder: Path, tell: Callable[[str], None]
+    ranks: Sequence[int], command: Callable[[int, Path], Words], folder: Path, notify: Callable[[str], None]
 ) -> tuple[list[Share], Job]:
     """Measure the shares that `folder` lacks, and return all.
 
-    `command` returns the words that train one rank's share of so many, into a run's folder. Raises `RunError` where a
+    `command(ranks, folder)` returns the words that train one rank's share into a run's folder. Raises `RunError` if a
     share fails.
     """
-    found: dict[int, list[Trial]] = {each: [] for each in ranks}
+    measurements: dict[int, list[dict[str, Any]]] = {size: [] for size in ranks}
     record = Record()
-    left = missing(ranks, folder)
+    pending = missing(ranks, folder)
     usual_s = USUAL_S
-    for number, each in itertools.product(range(1, _PASSES + 1), ranks):
-        path = _path(folder, each, number)
-        if is_missing := path in left:
-            left_s = len(left) * usual_s
-            tell(f"measuring a rank's share of {each} ({number} of {_PASSES}), about {duration(left_s)} left")
-            left.remove(path)
-        words = ("compare", "share", str(each), *command(each, path / trials.RUN))
-        trial = trials.once(f"share of {each}", path, words, limit_s=LIMIT_S)
+    for number, size in itertools.product(range(1, _PASSES + 1), ranks):
+        path = _path(folder, size, number)
+        if is_missing := path in pending:
+            remaining = duration(len(pending) * usual_s)
+            notify(f"measuring a rank's share of {size} ({number} of {_PASSES}), about {remaining} left")
+            pending.remove(path)
+        words = ("compare", "share", str(size), *command(size, path / trials.RUN))
+        trial = trials.once(f"share of {size}", path, words, limit_s=LIMIT_S)
         usual_s = trial.seconds if is_missing else usual_s
         if trial.failed:
-            raise RunError(f"A rank's share of {each} cannot be measured: {trial.failed}")
-        found[each].append(trial)
+            raise RunError(f"A rank's share of {size} cannot be measured: {trial.failed}")
+        measurements[size].append(trial.told)
         record = record if record.start else records.record(path / trials.RUN)
         if not record.plan:
             raise RunError(
@@ -161,14 +159,14 @@ def measure(
         batch=int(record.plan["global_size"]),
         steps_per_epoch=record.start["steps_per_epoch"] or None,
         epochs=record.start["epochs"] or None,
-        on_gpu=found[ranks[0]][0].told["peak_memory_bytes"]["device"] is not None,
+        on_gpu=measurements[ranks[0]][0]["peak_memory_bytes"]["device"] is not None,
     )
-    return [share(each, job.batch, [trial.told for trial in found[each]]) for each in ranks], job
+    return [share(size, job.batch, measurements[size]) for size in ranks], job
 
 
 def missing(ranks: Sequence[int], folder: Path) -> list[Path]:
-    """Return the folders of measurements that are still to be made."""
-    paths = (_path(folder, each, number) for each in ranks for number in range(1, _PASSES + 1))
+    """Return the folders of the missing measurements."""
+    paths = (_path(folder, size, number) for size in ranks for number in range(1, _PASSES + 1))
     return [path for path in paths if trials.done(path) is None]
 
 
@@ -177,7 +175,7 @@ def _path(folder: Path, ranks: int, number: int) -> Path:
 
 
 def gloo(folder: Path) -> Links:
-    """Measure gloo between two ranks of this machine, once for each folder."""
+    """Measure gloo between two ranks of this machine, once per folder."""
     paths = [folder / f"gloo-{number}.json" for number in (1, 2)]
     words = ("--json", "--devices", "2", "--accelerator", "cpu", "--collectives", "gloo")
     command = commands.python("lockstep", "doctor", *words)
@@ -193,54 +191,54 @@ def gloo(folder: Path) -> Links:
 
 
 def doubts(shares: Sequence[Share], rows: Sequence[Forecast]) -> list[str]:
-    """Return signs that other programs disturbed the measurements; none where the times are plausible."""
-    apart = max(max(each.process_s) / min(each.process_s) for each in shares)
+    """Return the signs that other programs disturbed the measurements."""
+    ratio = max(max(share.process_s) / min(share.process_s) for share in shares)
     best = max(row.speed_up.middle / row.devices for row in rows)
-    found = []
-    if apart >= _APART:
-        found.append(f"The same steps took {apart:.1f} times as long in one process as in another")
+    signs = []
+    if ratio >= _DOUBTFUL:
+        signs.append(f"The same steps took {ratio:.1f} times as long in one process as in another")
     if best > _MOST_EFFICIENT:
-        found.append(
+        signs.append(
             f"Shares were up to {best:.1f} times as fast per sample as the whole batch on one device, and the table "
             "leaves such efficiencies out"
         )
     advice = "other programs disturbed the measurement. Measure again with another --output when they have ended."
-    return [f"{each}: {advice}" for each in found]
+    return [f"{sign}: {advice}" for sign in signs]
 
 
-def share(ranks: int, batch: int, told: Sequence[dict[str, Any]]) -> Share:
+def share(ranks: int, batch: int, costs: Sequence[dict[str, Any]]) -> Share:
     """Merge several processes' measurements of one share.
 
-    Raises `RunError` where their steps differ.
+    Raises `RunError` if their steps differ.
     """
-    merged = [_merged(each["profile"]) for each in told]
+    merged = [_merged(cost["profile"]) for cost in costs]
     points = merged[0][0]
     if any(other != points for other, _ in merged):
         raise RunError("The job's steps are not the same from one process to the next: there is no step to forecast.")
-    means = tuple(statistics.fmean(each["step_s"]) for each in told)
-    # Recording the points takes time: a step's duration is known from the steps before.
-    seconds = [found * (mean_s / found.sum(1).mean()) for (_, found), mean_s in zip(merged, means, strict=True)]
-    memory_bytes = max(peak["device"] or peak["host"] for peak in (each["peak_memory_bytes"] for each in told))
+    means = tuple(statistics.fmean(cost["step_s"]) for cost in costs)
+    # Recording the points takes time: a step's duration is that of the unrecorded steps.
+    seconds = [gaps_s * (mean_s / gaps_s.sum(1).mean()) for (_, gaps_s), mean_s in zip(merged, means, strict=True)]
+    memory_bytes = max(peak["device"] or peak["host"] for peak in (cost["peak_memory_bytes"] for cost in costs))
     profile = Profile(batch=math.ceil(batch / ranks), points=points, seconds=np.concatenate(seconds))
     return Share(ranks, profile, means, memory_bytes)
 
 
-def _merged(told: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
-    """Return points and seconds without gradients that are not exchanged (earlier micro-batches)."""
-    points = [tuple(each) for each in told["points"]]
-    seconds = np.array(told["seconds"])
+def _merged(profile: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
+    """Return points and seconds; drop the gradients of earlier micro-batches, which are not exchanged."""
+    points = [tuple(point) for point in profile["points"]]
+    seconds = np.array(profile["seconds"])
     last = {point: number for number, point in enumerate(points)}
-    kept = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
-    ends = [0, *(number + 1 for number in kept), len(points) + 1]
+    exchanged = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
+    ends = [0, *(number + 1 for number in exchanged), len(points) + 1]
     columns = [seconds[:, begin:end].sum(1) for begin, end in itertools.pairwise(ends)]
-    return tuple(Point(points[each][0], int(points[each][1])) for each in kept), np.stack(columns, 1)
+    return tuple(Point(points[number][0], int(points[number][1])) for number in exchanged), np.stack(columns, 1)
 
 
 def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees: bool) -> Links:
     """Fit the links between nodes to a recorded run's step times.
 
     The run had the share's ranks. The middle link fits the median of `step_s`, the others its 95 % and 5 % quantiles.
-    Raises `RequestError` where the run was faster than its computation alone is here.
+    Raises `RequestError` if the run was faster than its computation alone is here.
     """
     alone_s, middle_s = timeline.step_s(share.profile, share.ranks, FREE), statistics.median(step_s)
     if middle_s <= alone_s:
@@ -260,22 +258,22 @@ def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees
             low, high = (low, factor) if is_slower else (factor, high)
         return base.between.slower(low)
 
-    slow_s, fast_s = (float(each) for each in np.quantile(step_s, (0.95, 0.05)))
+    slow_s, fast_s = map(float, np.quantile(step_s, (0.95, 0.05)))
     return Links(link(max(slow_s, middle_s)), link(middle_s), link(min(fast_s, middle_s)))
 
 
 def forecast(shares: Sequence[Share], job: Job, cluster: Cluster, devices: Sequence[int]) -> list[Forecast]:
-    """Return a row for each number of devices."""
+    """Return one row per number of devices."""
     error = numbers.of_next([share.process_s for share in shares])
-    return [_row(shares, job, cluster, each, error) for each in devices]
+    return [_row(shares, job, cluster, count, error) for count in devices]
 
 
 def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, error: float) -> Forecast:
     one_s = shares[0].profile.step_s
-    profile, memory_bytes = _at(shares, devices, math.ceil(job.batch / devices))
+    profile, memory_bytes = _interpolated(shares, devices, math.ceil(job.batch / devices))
     worst, middle, best = (cluster.network(quality, has_trees=job.on_gpu) for quality in range(3))
     slow_s, step_s, fast_s = (timeline.step_s(profile, devices, network) for network in (worst, middle, best))
-    # Of times, errors multiply: as much longer as shorter.
+    # Errors of times multiply: the factor is the same for longer and shorter.
     longer_s = math.hypot(slow_s - step_s, error * profile.step_s)
     shorter_s = math.hypot(step_s - fast_s, error / (1 + error) * profile.step_s)
     times = Interval(step_s, step_s - min(shorter_s, 0.99 * step_s), step_s + longer_s)
@@ -285,10 +283,11 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         cost = devices * cluster.price * epoch_s * job.epochs / 3600
     speed_up, losses_s, dp_speed_up = Interval(1.0, 1.0, 1.0), {}, None
     if devices > 1:
-        own = math.log1p(error)  # of one device's time
-        less, more = (math.exp(math.hypot(math.log(each), own)) for each in (times.high / step_s, step_s / times.low))
-        speed_up = Interval(one_s / step_s, one_s / step_s / less, one_s / step_s * more)
-        # What each cause adds to the ideal step, taken in one after the other.
+        one_error = math.log1p(error)  # of the time on one device
+        factors = (times.high / step_s, step_s / times.low)
+        less, greater = (math.exp(math.hypot(math.log(factor), one_error)) for factor in factors)
+        speed_up = Interval(one_s / step_s, one_s / step_s / less, one_s / step_s * greater)
+        # Each stage adds one cause to the ideal step.
         free_s, instant_s = (timeline.step_s(profile, devices, network) for network in (FREE, middle.instant()))
         stages = [one_s / devices, profile.step_s, free_s, instant_s, step_s]
         # A difference below a nanosecond is rounding; + 0.0 turns -0.0 into 0.0.
@@ -300,15 +299,15 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
     return Forecast(devices, profile.batch, times, speed_up, rate, *sizes, losses_s, dp_speed_up)
 
 
-def _at(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
+def _interpolated(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
     """Interpolate the profile and memory of a rank with so many samples."""
-    one, *several = shares
-    if devices == 1 or not several:
+    one, *parts = shares
+    if devices == 1 or not parts:
         return one.profile, one.memory_bytes
-    by_size = {each.profile.batch: each for each in reversed(several)}
+    by_size = {part.profile.batch: part for part in reversed(parts)}
     sizes = sorted(by_size)
-    known = [(by_size[size].profile.step_s, by_size[size].memory_bytes) for size in sizes]
-    step_s, memory_bytes = (float(np.interp(batch, sizes, values)) for values in zip(*known, strict=True))
+    measurements = [(by_size[size].profile.step_s, by_size[size].memory_bytes) for size in sizes]
+    step_s, memory_bytes = (float(np.interp(batch, sizes, values)) for values in zip(*measurements, strict=True))
     above = by_size[min((size for size in sizes if size >= batch), default=sizes[-1])]
     return above.profile.scaled(step_s / above.profile.step_s, batch), memory_bytes
 
@@ -323,14 +322,14 @@ def sentences(rows: Sequence[Forecast], unit: str) -> list[str]:
     ]
 
 
-def write(folder: Path, found: Sequence[Forecast], told: Sequence[str], about: str, made: str) -> list[str]:
+def write(folder: Path, forecasts: Sequence[Forecast], answer: Sequence[str], about: str, provenance: str) -> list[str]:
     """Write the forecast as JSON, Markdown and chart; return their names."""
-    rows = [row._asdict() | {"efficiency": row.efficiency, "limit": row.limit} for row in found]
+    rows = [row._asdict() | {"efficiency": row.efficiency, "limit": row.limit} for row in forecasts]
     rows = [row | {key: row[key]._asdict() for key in ("step_s", "speed_up")} for row in rows]
-    table = tables.markdown(tables.filled(COLUMNS, found), found)
-    text = [f"# Forecast: {about}", "", *(f"- {each}" for each in told), "", *table, "", made]
-    bars = [charts.Bar(f"{row.devices:,}", {"speed-up": row.speed_up.middle}, row.speed_up) for row in found]
-    write_json(folder / JSON, {"about": about, "made": made, "answer": list(told), "rows": rows})
+    table = tables.markdown(tables.filled(COLUMNS, forecasts), forecasts)
+    text = [f"# Forecast: {about}", "", *(f"- {sentence}" for sentence in answer), "", *table, "", provenance]
+    bars = [charts.Bar(f"{row.devices:,}", {"speed-up": row.speed_up.middle}, row.speed_up) for row in forecasts]
+    write_json(folder / JSON, {"about": about, "made": provenance, "answer": list(answer), "rows": rows})
     write_whole(folder / MARKDOWN, ("\n".join(text) + "\n").encode())
     write_whole(folder / SVG, charts.bars("Speed-up by devices", bars, "× as fast").encode())
     return [JSON, MARKDOWN, SVG]

@@ -30,9 +30,8 @@ class Cell:
     why_not: str = ""
 
     def is_alone_of(self, other: Cell) -> bool:
-        """Return whether this is `other` on one device. The strategy may differ."""
-        mine, theirs = (each.options.items() for each in (self, other))
-        differ = {key for key, _ in mine ^ theirs}
+        """Return whether this is `other` on one device, under any strategy."""
+        differ = {key for key, _ in self.options.items() ^ other.options.items()}
         if self.config is None or not differ <= {"strategy", "devices"}:
             return False
         return self.config.parallel.devices == 1 or self.config.parallel.strategy == "single"
@@ -43,23 +42,23 @@ def axes(vary: Sequence[str]) -> dict[str, list[str]]:
 
     Raises `RequestError` for unknown options, with the nearest names.
     """
-    known = {leaf.key: leaf.kind for leaf in leaves()}
-    found: dict[str, list[str]] = {}
+    kinds = {leaf.key: leaf.kind for leaf in leaves()}
+    options: dict[str, list[str]] = {}
     for word in vary:
         key, _, text = word.partition("=")
         key = key.strip().removeprefix("--").replace("_", "-")
         values = [value.strip() for value in text.split(",") if value.strip()]
         if not values:
             raise RequestError(f"--vary {word}: give an option and its values, as in --vary devices=1,2.")
-        if key not in known:
+        if key not in kinds:
             hint = "lockstep train --help lists all; a script's own flags do not vary."
-            raise unknown("option of --vary", key, known, hint)
+            raise unknown("option of --vary", key, kinds, hint)
         if key in _DECIDED:
             raise RequestError(f"--vary {key}: the comparison itself decides on that; leave it out.")
-        if known[key] is bool and not {*values} <= _SWITCHES.keys():
+        if kinds[key] is bool and not {*values} <= _SWITCHES.keys():
             raise RequestError(f"--vary {word}: give true, false or both.")
-        found[key] = list(dict.fromkeys([*found.get(key, []), *values]))
-    return found
+        options[key] = list(dict.fromkeys([*options.get(key, []), *values]))
+    return options
 
 
 def cells(
@@ -70,14 +69,14 @@ def cells(
 ) -> list[Cell]:
     """Return a cell for each combination of values.
 
-    `parse` returns the config of more flags over the job's own. If `is_weak`, the global batch grows with the devices.
-    Raises `RequestError` where none can be run.
+    `parse` returns the job's config with more flags. If `is_weak`, the global batch grows with the devices. Raises
+    `RequestError` if no variant can be run.
     """
-    combined = itertools.product(*varied.values())
-    found = [_cell(dict(zip(varied, values, strict=True)), parse, is_weak) for values in combined]
-    if all(cell.why_not for cell in found):
-        raise RequestError(f"None of {counted(len(found), 'variant')} can be run; {found[0].name}: {found[0].why_not}")
-    return found
+    combinations = itertools.product(*varied.values())
+    grid = [_cell(dict(zip(varied, values, strict=True)), parse, is_weak) for values in combinations]
+    if all(cell.why_not for cell in grid):
+        raise RequestError(f"None of {counted(len(grid), 'variant')} can be run; {grid[0].name}: {grid[0].why_not}")
+    return grid
 
 
 def words(key: str, value: str) -> Words:
@@ -87,17 +86,17 @@ def words(key: str, value: str) -> Words:
 
 def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak: bool) -> Cell:
     flags = tuple(itertools.chain(*itertools.starmap(words, options.items())))
-    lone = len(options) == 1  # a number alone does not name its option
+    is_lone = len(options) == 1  # a number alone does not name its option
     name = "-".join(
-        f"{key}-{value}" if value in _SWITCHES or (lone and _NUMBER.fullmatch(value)) else value
+        f"{key}-{value}" if value in _SWITCHES or (is_lone and _NUMBER.fullmatch(value)) else value
         for key, value in options.items()
     )
     try:
         config = parse(flags)
-        asked = config.parallel
-        if is_weak and asked.devices is None and asked.strategy != "single":
+        parallel = config.parallel
+        if is_weak and parallel.devices is None and parallel.strategy != "single":
             raise RequestError("--scaling weak has to know how many devices: give --devices, or --vary devices=1,2.")
-        if is_weak and (devices := asked.devices or 1) > 1:
+        if is_weak and (devices := parallel.devices or 1) > 1:
             flags = (*flags, "--batch", str(config.batch.size * devices))
             config = parse(flags)
         _check_devices(config)
@@ -107,10 +106,10 @@ def _cell(options: dict[str, str], parse: Callable[[Words], RunConfig], is_weak:
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Raise `RequestError` where devices and strategy do not fit."""
+    """Raise `RequestError` if devices and strategy do not fit."""
     devices, strategy = config.parallel.devices, config.parallel.strategy
     if (kind := KINDS.get(strategy)) is None:
-        return  # auto: the job itself finds out which devices there are
+        return  # auto: the job finds the devices
     if kind.has_two_levels:
         raise RequestError(f"{strategy} needs several nodes, which are started by hand.")
     if devices is None:
@@ -122,19 +121,19 @@ def _check_devices(config: RunConfig) -> None:
         raise RequestError(f"{strategy} is one device, and {devices} were asked for.")
 
 
-def usual(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, given: Mapping[str, str]) -> dict[str, list[str]]:
+def defaults(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, job: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the options to vary by default on this machine.
 
-    `given` has the job's own flags, by option: that strategy and these devices are compared with one device, and a
-    precision that was asked for is the only one.
+    `job` has the values of the job's flags: their strategy and devices are compared with one device; their precision
+    is not varied.
     """
-    devices = given.get("devices", str(gpus or min(max(2, cpus), 4)))
-    ways = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
-    ways = [given["strategy"]] if "strategy" in given else ways
-    found = {
-        "strategy": [] if is_script or devices == "1" else ["single", *ways],  # on one device all are what single is
+    devices = job.get("devices", str(gpus or min(max(2, cpus), 4)))
+    strategies = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
+    strategies = [job["strategy"]] if "strategy" in job else strategies
+    axes = {
+        "strategy": [] if is_script or devices == "1" else ["single", *strategies],  # on one device, all are single
         "devices": ["1", devices],
-        "precision": ["fp32", "bf16"] if (has_bf16 or gpus) and "precision" not in given else [],
+        "precision": ["fp32", "bf16"] if (has_bf16 or gpus) and "precision" not in job else [],
     }
-    found = {key: list(dict.fromkeys(values)) for key, values in found.items()}
-    return {key: values for key, values in found.items() if len(values) > 1}
+    axes = {key: list(dict.fromkeys(values)) for key, values in axes.items()}
+    return {key: values for key, values in axes.items() if len(values) > 1}

@@ -1,7 +1,7 @@
 """Measure some steps of a job in its ranks, then end it.
 
-After a warm-up come timed steps, and then, where ranks exchange gradients, some without exchange: the time that these
-save is the communication that no computation hides. Nothing is evaluated or saved.
+After a warm-up, steps are timed. If ranks exchange gradients, further steps run without exchange: the time they save is
+the communication that no computation hides. Nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 FILE = "measured.json"  # in the run's folder
 COMPARED = 5
-"""First steps, whose losses are compared: rounding that grows from step to step is no other model. Their random draws
-are those of one device, whatever the job asks for."""
+"""Number of first steps to compare losses of: rounding grows from step to step. Their random draws are those of one
+device, whatever the job's options."""
 WARM_UP, _WARM_S = 3, 1.0
-"""Steps, in the second of which operations are counted, then seconds at full speed: new memory comes slowly."""
-_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # how long steps are timed by default, and at least and at most how many
-_UNSYNCHRONISED = 0.5  # steps that exchange nothing, as a share of those that are timed
+"""Steps (the second counts operations), then seconds at full speed, since first allocations are slow."""
+_TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # default duration of timed steps; their least and greatest number
+_UNSYNCHRONISED = 0.5  # steps without exchange, as a share of the timed steps
 _MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
 Job = Callable[[RunConfig, "World", Hooks], Any]
 Course = Callable[["Measurement"], Generator[None, Any, None]]
@@ -55,9 +55,9 @@ def measure(
 ) -> None:
     """Measure steps of a job; write the costs to its folder (*collective*).
 
-    The first `COMPARED` draw as `draws` says ("" for the job's own option), and all others as the job. Times `steps`
-    steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many follow in which the place of each exchange is
-    recorded, and none without exchange. Raises what the job does, and `RunError` where the job ends early.
+    The first `COMPARED` steps draw by `draws` ("" for the job's option), the others by the job's option. Times `steps`
+    steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many steps again record the place of each exchange, and
+    none run without exchange. Raises the job's errors, and `RunError` if the job ends early.
     """
     _watch(job, config, Measurement(world, partial(_probed, steps=steps, is_profiled=is_profiled), draws=draws))
 
@@ -65,7 +65,7 @@ def measure(
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
     """Measure one rank alone as the first of `ranks`. Raises as `measure` does.
 
-    Computes that rank's share, by the code that runs on several; nothing is exchanged.
+    Computes that rank's share with the code for several ranks; exchanges nothing.
     """
     topology = dataclasses.replace(world.topology, size=ranks)
     alone = dataclasses.replace(world, topology=topology, group=None, memory=None)
@@ -73,7 +73,7 @@ def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None
 
 
 def race(job: Job, address: str, config: RunConfig, world: World) -> None:
-    """Run turns of steps on command, from a Unix socket. Ends when that closes."""
+    """Run turns of steps on request from a Unix socket, until it closes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         try:
@@ -83,22 +83,22 @@ def race(job: Job, address: str, config: RunConfig, world: World) -> None:
 
 
 class Measurement(Hooks):
-    """Follows a job by a course of steps. Each rank has one."""
+    """Follows a job through a course of steps. Each rank has one."""
 
     is_measurement = True  # a thread would write a checkpoint while another variant has its turn
 
     def __init__(self, world: World, course: Course, *, marks_phases: bool = True, draws: str = "") -> None:
-        """Advance `course` of this measurement at the end of each step. The first ones draw as `draws` says."""
+        """Advance `course` at the end of each step. The first steps draw by `draws`."""
         self.clock = Clock(on_gpu=world.device.type == "cuda")
         self.progress = MarkedProgress(world.progress, self.clock if marks_phases else None)
         self.world = dataclasses.replace(world, progress=self.progress)
         """The world to give to the job."""
-        self.made, self.draws = 0, draws
+        self.steps, self.draws = 0, draws
         self._course = course(self)
         next(self._course)
 
     def prepared(self, part: Any) -> None:
-        """Have a OneCycleLR keep its last rate past its end. Other schedules do so."""
+        """Make a OneCycleLR keep its last rate past its end, as other schedules do."""
         from torch.optim.lr_scheduler import OneCycleLR
 
         if isinstance(part, OneCycleLR):
@@ -106,12 +106,12 @@ class Measurement(Hooks):
 
     def ended_step(self, session: Session) -> None:
         """Mark the end of a step (*collective*)."""
-        self.made += 1
+        self.steps += 1
         self.clock.end_step(self.progress.phase)
         self._course.send(session)
 
     def resumed(self) -> None:
-        """Mark that steps begin again."""
+        """Restart the clock when steps begin again."""
         self.clock.go_on()
 
 
@@ -120,30 +120,30 @@ class _EnoughError(BaseException):
 
 
 def _watch(job: Job, config: RunConfig, measurement: Measurement) -> None:
-    """Run the job until the measurement ends it. Raises `RunError` where the job ends first."""
+    """Run the job until the measurement ends it. Raises `RunError` if the job ends first."""
     with contextlib.suppress(_EnoughError):
         job(config, measurement.world, measurement)
         raise RunError(
-            f"The job ended after {measurement.made} steps, before enough were measured: give it more epochs, and "
+            f"The job ended after {measurement.steps} steps, before enough were measured: give it more epochs, and "
             "train through lockstep.session()."
         )
 
 
 def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Generator[None, Session, None]:
-    """Time steps after a warm-up; write their costs. Then steps without exchange, or with its places."""
+    """Time steps after a warm-up, then steps without exchange or with its places; write the costs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     world, clock = measurement.world, measurement.clock
     session = yield
     loop = session.loop
-    found: dict[str, Any] = {"first_step_time": time.time()}
+    costs: dict[str, Any] = {"first_step_time": time.time()}
     yield from _pass(COMPARED - 1)
-    loop.record_steps()  # whatever happens later
-    found["first_draw"] = session.first_draw
+    loop.record_steps()  # even if a later step fails
+    costs["first_draw"] = session.first_draw
     if measurement.draws and loop.config.batch.draws == "rank":
         session.draw_by_rank()
     yield
-    warm_up = measurement.made
+    warm_up = measurement.steps
     exchanges, models, on_gpu = Clock(), [*loop.prepared.models.values()], world.device.type == "cuda"
     hooks = mark_exchanges(models, exchanges, on_gpu=on_gpu)
     with FlopCounterMode(display=False) as counter:
@@ -153,37 +153,37 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
         hook.remove()
     counts = {"bytes": _sent_bytes(exchanges.profile()["points"]), "flops": counter.get_total_flops()}
     yield
-    while (more := _number_in(measurement, _WARM_S) - (measurement.made - warm_up)) > 0:
-        yield from _pass(more)
-    found["warm_up"], steps = measurement.made, steps or max(_FEWEST, _number_in(measurement, _TIMED_S))
+    while (missing := _number_in(measurement, _WARM_S) - (measurement.steps - warm_up)) > 0:
+        yield from _pass(missing)
+    costs["warm_up"], steps = measurement.steps, steps or max(_FEWEST, _number_in(measurement, _TIMED_S))
     world.barrier()
     begun = _used(world, loop)
     clock.restart()
     yield from _pass(steps)
-    found |= _timed(measurement, loop, begun, counts)
-    if is_profiled:  # as one rank of several, without the others
+    costs |= _timed(measurement, loop, begun, counts)
+    if is_profiled:  # one rank of several, alone
         measurement.progress.clock = None
         mark_exchanges(models, clock, on_gpu=on_gpu)
         clock.restart()
         yield from _pass(steps)
-        found["profile"] = clock.profile()
+        costs["profile"] = clock.profile()
     else:
         loop.confirm()
-        found["proof"] = loop.checks.outcomes()
+        costs["proof"] = loop.checks.outcomes()
         if world.size > 1:
             session.exchange_by(_without_exchange(session.prepared.exchange))
             world.barrier()
             clock.restart()
             yield from _pass(max(1, round(steps * _UNSYNCHRONISED)))
-            found["unsynchronised_step_s"] = step_s = clock.step_s
-            found["unsynchronised_phase_s"] = {name: each / len(step_s) for name, each in clock.phase_s.items()}
+            costs["unsynchronised_step_s"] = step_s = clock.step_s
+            costs["unsynchronised_phase_s"] = {name: seconds / len(step_s) for name, seconds in clock.phase_s.items()}
     if world.is_main and loop.folder is not None:
-        write_json(loop.folder / FILE, found)
+        write_json(loop.folder / FILE, costs)
     raise _EnoughError
 
 
 def _without_exchange(exchange: Exchange) -> Exchange:
-    """Return the exchange of a lone process for the same parameters, whose replicas become different ones."""
+    """Return the exchange of a lone process for the same parameters. Replicas then diverge."""
     from ..exchange.base import Exchange
 
     none = Exchange(exchange.world)
@@ -192,12 +192,12 @@ def _without_exchange(exchange: Exchange) -> Exchange:
 
 
 def _number_in(measurement: Measurement, seconds: float) -> int:
-    """Return how many steps fill these seconds, on all ranks alike (*collective*)."""
+    """Return the number of steps that fill these seconds, the same on all ranks (*collective*)."""
     return int(measurement.world.gather(min(_MOST, round(seconds / measurement.clock.step_s[-1])))[0])
 
 
 def _used(world: World, loop: Loop) -> tuple[float, float]:
-    """Return processor seconds of this process and its workers, and joules."""
+    """Return the processor seconds of this process and its workers, and joules."""
     cpu_s = time.process_time()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -206,26 +206,26 @@ def _used(world: World, loop: Loop) -> tuple[float, float]:
 
 
 def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
-    """Return the timed steps' costs over all ranks (*collective*). `_used` was `begun` before them."""
+    """Return the timed steps' costs over all ranks (*collective*). `begun` is `_used` before them."""
     import torch
 
     world, telemetry, step_s = measurement.world, loop.meter.telemetry, measurement.clock.step_s
-    used = [now - before for now, before in zip(_used(world, loop), begun, strict=True)]
+    used = [now - start for now, start in zip(_used(world, loop), begun, strict=True)]
     gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
     peak = telemetry.peak_memory_bytes()
-    # Replicas in threads are not counted: the counter belongs to this one.
+    # The counter sees this thread alone, not the replicas in other threads.
     flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
     rate = _matrix_rate(world.device, loop.prepared.precision.name)  # by all ranks at the same time
-    numbers = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
-    own = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    cpu_s, joules, gpus_busy, host, device, flops, rate = world.sum(own).tolist()
+    values = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
+    sums = world.sum(torch.tensor(values, dtype=torch.float64, device=world.device))
+    cpu_s, joules, gpus_busy, host, device, flops, rate = sums.tolist()
     return {
         "ranks": world.size,
         "step_s": step_s,
-        "phase_s": {phase: each / len(step_s) for phase, each in measurement.clock.phase_s.items()},
+        "phase_s": {phase: seconds / len(step_s) for phase, seconds in measurement.clock.phase_s.items()},
         "busy_processors": cpu_s / sum(step_s),
         "busy_gpus": gpus_busy or None,
-        "joules_a_step": joules / len(step_s) if joules > 0 else None,  # a counter that overflowed has no meaning
+        "joules_a_step": joules / len(step_s) if joules > 0 else None,  # 0: no counter; negative: one overflowed
         "peak_memory_bytes": {"host": host, "device": device or None},
         "flops_a_step": flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
@@ -236,16 +236,16 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
 def _raced(measurement: Measurement, connection: socket.socket) -> Generator[None, Session, None]:
     """Run turns of steps; all ranks wait at the same step.
 
-    Data workers are stopped during the wait: else they would fill their queue, at the cost of others' turns.
+    Data workers are paused during the wait: filling their queue would slow the other variants' turns.
     """
     lines = connection.makefile("rw", encoding="ascii", newline="\n")
     yield from _pass(WARM_UP)
     world, clock = measurement.world, measurement.clock
-    told = f"{world.rank} {world.size}"
+    message = f"{world.rank} {world.size}"
     while True:
         _signal_workers(signal.SIGSTOP)
-        with world.progress.during(""):  # others' turns are no stall
-            lines.write(f"{told}\n")
+        with world.progress.during(""):  # waiting for other variants' turns is no stall
+            lines.write(f"{message}\n")
             lines.flush()
             steps = int(lines.readline() or 0)
         _signal_workers(signal.SIGCONT)
@@ -253,7 +253,7 @@ def _raced(measurement: Measurement, connection: socket.socket) -> Generator[Non
             raise _EnoughError
         clock.restart()
         yield from _pass(1 + steps)
-        told = f"{sum(clock.step_s[1:])}"  # the first one finds another variant's data in the caches
+        message = f"{sum(clock.step_s[1:])}"  # the first step finds another variant's data in the caches
 
 
 def _pass(steps: int) -> Generator[None, Any, None]:
@@ -269,7 +269,7 @@ def _signal_workers(number: int) -> None:
 
 
 def _sent_bytes(points: list[tuple[str, int, int]]) -> int:
-    """Return the bytes that a rank gives to a step's exchanges; of several micro-batches, gradients once."""
+    """Return the bytes that a rank sends per step. Gradients count once, not per micro-batch."""
     from .timeline import GRADIENT
 
     gradients = {number: size_bytes for kind, size_bytes, number in points if kind == GRADIENT}
@@ -277,12 +277,12 @@ def _sent_bytes(points: list[tuple[str, int, int]]) -> int:
 
 
 def _joules(gpus: list[Any], *, has_processors: bool) -> float:
-    """Return the energy counted so far, of GPUs (NVML) and processors (RAPL).
+    """Return the joules counted so far, of GPUs (NVML) and processors (RAPL).
 
     0 if no counter can be read. https://docs.kernel.org/power/powercap/powercap.html
     """
     total = sum((hardware.asked("nvmlDeviceGetTotalEnergyConsumption", gpu) or 0) / 1000 for gpu in gpus)
-    packages = Path("/sys/class/powercap").glob("intel-rapl:[0-9]/energy_uj")  # intel-rapl:0:1 is a part of one
+    packages = Path("/sys/class/powercap").glob("intel-rapl:[0-9]/energy_uj")  # intel-rapl:0:1 is part of a package
     for counter in packages if has_processors else ():
         with contextlib.suppress(OSError, ValueError):
             total += int(counter.read_text()) / 1e6
@@ -290,19 +290,19 @@ def _joules(gpus: list[Any], *, has_processors: bool) -> float:
 
 
 def _matrix_rate(device: torch.device, precision: str) -> float:
-    """Return the floating-point operations a second of large matrix products.
+    """Return the floating-point operations per second of large matrix products.
 
-    No net of matrix products and convolutions is faster. NaN where memory has no room for them.
+    No net of matrix products and convolutions is faster. NaN if memory is too small for them.
     """
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
     size, at_once = _MATRIX.get(device.type, _MATRIX["cpu"]), 1 if device.type == "cpu" else 20
     with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
-        # No random numbers: the job's generators go on as without a measurement.
+        # No random numbers, which would change the state of the job's generators.
         matrix = torch.arange(size * size, device=device).sin().view(size, size).to(dtype)
         clock = Clock(on_gpu=device.type == "cuda")
-        while len(clock.step_s) < 2 or sum(clock.step_s[1:]) <= _MATRIX_S:  # the first one is not timed
+        while len(clock.step_s) < 2 or sum(clock.step_s[1:]) <= _MATRIX_S:  # the first round is not timed
             for _ in range(at_once):
                 matrix @ matrix
             clock.end_step()

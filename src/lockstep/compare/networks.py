@@ -1,8 +1,8 @@
 """Links between devices: presets, described in words, or measured by `lockstep doctor`.
 
-A preset is a link's rate one way by its standard, and the time of a small message between two programs. All-reduces
-reach a part of the rate, which differs between machines (NVIDIA's nccl-tests and `lockstep doctor` measure it): between
-`_REACHED`'s ends, which the error bars hold.
+A preset is a link's standard one-way rate, and the time of a small message between two programs. All-reduces reach a
+part of that rate, which differs between machines (NVIDIA's nccl-tests and `lockstep doctor` measure it). The error bars
+cover the parts in `_REACHED`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def links(flag: str, text: str) -> Links:
-    """Return the link that the value of `flag` names.
+    """Return the link named by the value of `flag`.
 
-    Raises `RequestError` for an unknown one, with the nearest names.
+    Raises `RequestError` for an unknown name, with the nearest ones.
     """
-    preset = {name.lower(): found for name, found in PRESETS.items()}.get(text.lower())
+    preset = {name.lower(): preset for name, preset in PRESETS.items()}.get(text.lower())
     if preset is not None:
         return Links(
             *(Link.of(part * preset[0], latency_s) for part, latency_s in zip(_REACHED, preset[1], strict=True))
         )
-    if (found := _WORDS.fullmatch(text.strip())) and (rate := float(found[1]) * _RATES[found[2].lower()]):
-        link = Link.of(rate, float(found[3]) * _TIMES[found[4].lower()])
+    if (match := _WORDS.fullmatch(text.strip())) and (rate := float(match[1]) * _RATES[match[2].lower()]):
+        link = Link.of(rate, float(match[3]) * _TIMES[match[4].lower()])
         return Links(link, link, link)
     if text.endswith(".json"):
-        return examined([Path(each) for each in text.split(",")])
+        return examined([Path(name) for name in text.split(",")])
     advice = (
         f"There are {', '.join(PRESETS)}. Or give a rate and a latency, such as 10Gbit/s,50us; FILE.json of lockstep "
         "doctor --json; or the folder of a run."
@@ -73,46 +73,46 @@ def links(flag: str, text: str) -> Links:
 
 def examined(paths: Sequence[Path]) -> Links:
     """Return the link of files of `lockstep doctor --json`. Raises as `measured` does."""
-    told = []
+    measurements = []
     for path in paths:
         with understanding(path):
-            told.append(exchanges(parse_json(read(path))))
-    return measured(told)
+            measurements.append(exchanges(parse_json(read(path))))
+    return measured(measurements)
 
 
-def exchanges(told: dict[str, Any]) -> Link:
-    """Read a link from the output of `lockstep doctor --json`. Without points where it has no all-reduce.
+def exchanges(report: dict[str, Any]) -> Link:
+    """Read a link from the output of `lockstep doctor --json`; without points if that has no all-reduce.
 
-    A ring of N has made 2 (N - 1) messages of an N-th part, one after another; of an all-gather, N - 1 whole ones.
+    An all-reduce in a ring of N is 2 (N - 1) consecutive messages of an N-th part; an all-gather is N - 1 full ones.
     """
-    ranks = int(told["ranks"])
-    found, gather_s, beside = {}, 0.0, 0.0
-    for finding in told["findings"] if ranks > 1 else ():
+    ranks = int(report["ranks"])
+    message_s, gather_s, beside = {}, 0.0, 0.0
+    for finding in report["findings"] if ranks > 1 else ():
         if finding["name"] == "computation beside all-reduce":
             beside = float(finding["value"])
         elif size := _SIZE.fullmatch(finding["name"]):
             size_bytes, seconds = int(size[2]) * _BYTES[size[3]], float(finding["value"])
             if size[1] == "reduce":
-                found[size_bytes / ranks] = seconds / (2 * (ranks - 1))
-            elif len(found) > 1:  # it comes after them
-                gather_s = seconds / (ranks - 1) - Link(tuple(sorted(found.items()))).message_s(size_bytes)
-    return Link(tuple(sorted(found.items())), gather_s, beside)
+                message_s[size_bytes / ranks] = seconds / (2 * (ranks - 1))
+            elif len(message_s) > 1:  # the report lists it after the all-reduces
+                gather_s = seconds / (ranks - 1) - Link(tuple(sorted(message_s.items()))).message_s(size_bytes)
+    return Link(tuple(sorted(message_s.items())), gather_s, beside)
 
 
-def measured(told: Sequence[Link]) -> Links:
+def measured(measurements: Sequence[Link]) -> Links:
     """Return the link of one or more measurements.
 
-    Its uncertainty is the variation between times; of one measurement, nothing is known of it. Raises `RequestError`
-    for no measurement.
+    Its uncertainty is the variation between measurements, 0 for a single one. Raises `RequestError` if they have no
+    all-reduce.
     """
-    times_s = [dict(each.points) for each in told]
+    times_s = [dict(link.points) for link in measurements]
     sizes = sorted(set.intersection(*map(set, times_s)))
     if len(sizes) < 2:
-        raise RequestError("What lockstep doctor has printed holds no all-reduce: give it --devices 2 or more.")
-    groups = [[each[size_bytes] for each in times_s] for size_bytes in sizes]
+        raise RequestError("The output of lockstep doctor has no all-reduce: give it --devices 2 or more.")
+    groups = [[times[size_bytes] for times in times_s] for size_bytes in sizes]
     error = numbers.of_next(groups)
-    # A longer message that came sooner is noise.
+    # A longer message that takes less time is noise.
     points = tuple(zip(sizes, itertools.accumulate(map(statistics.fmean, groups), max), strict=True))
-    gather_s, beside = statistics.fmean(each.gather_s for each in told), statistics.fmean(each.beside for each in told)
-    middle = Link(points, gather_s, beside)
+    gather_s = statistics.fmean(link.gather_s for link in measurements)
+    middle = Link(points, gather_s, statistics.fmean(link.beside for link in measurements))
     return Links(middle.slower(1 + error), middle, middle.slower(1 / (1 + error)))

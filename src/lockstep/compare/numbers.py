@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.98
-"""Confidence that an interval holds its number. At this level, a repeated comparison lies in it 9 times in 10."""
+"""Confidence of an interval. At this level, it contains the result of a repeated comparison 9 times in 10."""
 
 
 class Interval(NamedTuple):
-    """A number, and the interval that holds it with `CONFIDENCE`."""
+    """A number and its interval, of `CONFIDENCE`."""
 
     middle: float
     low: float
@@ -24,16 +24,16 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2 / self.middle
 
     def holds(self, value: float) -> bool:
-        """Return whether the value lies in the interval."""
+        """Return whether the interval contains the value."""
         return self.low <= value <= self.high
 
     def times(self, factor: float) -> Interval:
         """Return all three multiplied."""
-        return Interval(*(each * factor for each in self))
+        return Interval(*(value * factor for value in self))
 
 
 class Spread(NamedTuple):
-    """Mean, sample standard deviation (None of one value), number of values."""
+    """Mean, sample standard deviation (None for one value), number of values."""
 
     mean: float
     sd: float | None
@@ -55,24 +55,23 @@ def geometric_mean(values: Sequence[float]) -> Interval:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the spread of values; None of no value."""
+    """Return the spread of values; None without values."""
     if not values:
         return None
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def of_next(groups: Sequence[Sequence[float]]) -> float:
-    """Bound the relative deviation of a next value from its group's mean.
+    """Bound the relative deviation of a next value from its group's mean, with 90 % confidence.
 
-    With 90 % confidence. Groups are taken to vary alike (a prediction interval with a pooled variance); 0 where each
-    has a single value.
+    A prediction interval with a variance pooled over all groups; 0 if each has a single value.
     """
-    several = [[math.log(value) for value in group] for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in several)
+    samples = [[math.log(value) for value in group] for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in samples)
     if not freedom:
         return 0.0
-    variance = sum((len(group) - 1) * statistics.variance(group) for group in several) / freedom
-    count = statistics.fmean(map(len, several))
+    variance = sum((len(group) - 1) * statistics.variance(group) for group in samples) / freedom
+    count = statistics.fmean(map(len, samples))
     return math.expm1(student(0.95, freedom) * math.sqrt(variance * (1 + 1 / count)))
 
 

@@ -1,8 +1,8 @@
 """A race: variants live simultaneously and run turns of steps.
 
-A slower machine slows all of them. On a shared machine, a second is not like the next: here one and the same loop's
-turns of a tenth of a second vary by a seventh, and so do those of half a second. Many short turns, A B C C B A, see the
-same machine, and a race has hundreds of them in the time that ten trials from the start would take.
+A slower machine slows all of them. On a shared machine, no second is like the next: turns of one and the same loop vary
+by a seventh, whether they last a tenth or half of a second. Many short turns, A B C C B A, see the same machine, and a
+race has hundreds of them in the time that ten trials from the start would take.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ class Entrant(NamedTuple):
     """A variant in a race."""
 
     name: str
-    words: Words  # of its command, without lockstep compare raced ADDRESS, to which its ranks connect
+    words: Words  # of its command, after lockstep compare raced ADDRESS, to which its ranks connect
     log: Path
     steps: int
-    turn_s: float  # what a turn should take
+    turn_s: float  # expected
 
 
 def run(entrants: Sequence[Entrant], turns: int, limit_s: float) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Run turns of all entrants; return steps per second, and failures.
 
-    Turns go A B C, C B A, …; results are by variant. A variant not ready within `limit_s` is left out; one that fails
-    later ends the race. None of their processes outlives this call.
+    Turns go A B C, C B A, …; results are by variant. Leaves out a variant that is not ready within `limit_s`; a later
+    failure ends the race. No process outlives this call.
     """
     with contextlib.ExitStack() as stack:
-        # Of this user alone, and short: a socket's path has at most 107 bytes.
+        # Private to this user, and short: a socket's path has at most 107 bytes.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
-        runners = [stack.enter_context(_Runner(each, f"{folder}/{place}")) for place, each in enumerate(entrants)]
+        runners = [stack.enter_context(_Runner(entrant, f"{folder}/{index}")) for index, entrant in enumerate(entrants)]
         until_s = time.monotonic() + limit_s
-        ready = [each for each in runners if each.attempt(partial(each.meet, until_s))]
-        for each in (each for number in range(turns) for each in ready[:: -1 if number % 2 else 1]):
-            if not each.attempt(each.turn):
+        ready = [runner for runner in runners if runner.attempt(partial(runner.meet, until_s))]
+        for runner in (runner for number in range(turns) for runner in ready[:: -1 if number % 2 else 1]):
+            if not runner.attempt(runner.turn):
                 break
-    return {each.name: each.rates for each in ready}, {each.name: each.failed for each in runners if each.failed}
+    failures = {runner.name: runner.failed for runner in runners if runner.failed}
+    return {runner.name: runner.rates for runner in ready}, failures
 
 
 class _Runner(contextlib.ExitStack):
@@ -68,7 +69,7 @@ class _Runner(contextlib.ExitStack):
         self._running = self.enter_context(Running(self.name, words, entrant.log))
 
     def attempt(self, action: Callable[[], None]) -> bool:
-        """Return whether the action succeeds. After a failure, ends the command and keeps the reason."""
+        """Return whether the action succeeds; on failure, end the command and keep the reason."""
         try:
             action()
         except LockstepError as error:
@@ -88,10 +89,10 @@ class _Runner(contextlib.ExitStack):
                 self._ranks[rank] = connection
 
     def turn(self) -> None:
-        """Run some steps, and record their speed, by rank 0's clock."""
+        """Run a turn, and record its speed by rank 0's clock."""
         steps, until_s = self._entrant.steps, time.monotonic() + max(_LEAST_TURN_S, _TURN * self._entrant.turn_s)
         for connection in self._ranks.values():
-            with contextlib.suppress(ConnectionError):  # its command has ended, and reports why
+            with contextlib.suppress(ConnectionError):  # the command has ended; `_hear` raises its error
                 connection.sendall(f"{steps}\n".encode())
         took_s = {rank: float(self._hear(connection, until_s)) for rank, connection in self._ranks.items()}
         self.rates.append(steps / took_s[0])
@@ -102,14 +103,14 @@ class _Runner(contextlib.ExitStack):
         while not line.endswith(b"\n"):
             self._check(until_s)
             with contextlib.suppress(TimeoutError, ConnectionError):
-                if more := connection.recv(4096):
-                    line += more
+                if chunk := connection.recv(4096):
+                    line += chunk
                 else:
-                    time.sleep(_LOOK_S)  # it went away, and its command ends too
+                    time.sleep(_LOOK_S)  # the rank is gone, and its command is about to end
         return line.decode()
 
     def _check(self, until_s: float) -> None:
-        """Raise the error of a command that ended, or that hangs."""
+        """Raise the error of a command that ended or hangs."""
         self._running.check()
         if time.monotonic() > until_s:
-            raise RunError("it did not come to its next turn; its log in the race's folder may say why.")
+            raise RunError("it did not reach its next turn; its log in the race's folder may say why.")

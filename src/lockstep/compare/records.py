@@ -18,7 +18,7 @@ from ..runs import folders
 FILE = "steps.jsonl"
 STEP, SECONDS, ACCURACY = range(3)  # of an evaluation: its step, the seconds of training until then, and its accuracy
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
-"""The options that make runs ways of one job."""
+"""The options that identify a job."""
 _BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
 _FLOATS = ("top1", "samples_per_s", "images_per_s", "step_p50_s", "step_p95_s")  # of a summary.json
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
@@ -29,13 +29,13 @@ class Record:
     """A run's steps.jsonl; of steps repeated after a resume, the last count."""
 
     start: dict[str, Any] = field(default_factory=dict)  # the first start event
-    losses: dict[int, float] = field(default_factory=dict)  # by step; NaN for what was no finite number
-    step_s: list[float] = field(default_factory=list)  # the mean step of each interval that was logged
+    losses: dict[int, float] = field(default_factory=dict)  # by step; NaN if not finite
+    step_s: list[float] = field(default_factory=list)  # the mean step of each logged interval
     step: int = 0
     train_s: float = 0.0  # seconds of its steps
     epoch_s: list[float] = field(default_factory=list)  # of each whole epoch
     evals: list[list[Any]] = field(default_factory=list)  # as `STEP`, `SECONDS` and `ACCURACY` say
-    reached: bool = False  # whether the last evaluation reaches the accuracy up to which the record was read
+    reached: bool = False  # whether the last evaluation reaches the target accuracy
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -54,48 +54,48 @@ class Record:
 
 
 def record(folder: Path, until: float | None = None) -> Record:
-    """Read a run's steps.jsonl, up to an evaluation that reaches `until`.
+    """Read a run's steps.jsonl, up to an evaluation that reaches the accuracy `until`.
 
-    Raises `RequestError` where the file is damaged.
+    Raises `RequestError` if the file is damaged.
     """
-    found, logged, is_part = Record(), [(0, 0.0)], False
+    history, logged, is_part = Record(), [(0, 0.0)], False
     with understanding(path := folder / FILE):
         for row in map(parse_json, lines_of(path)):
             event = row["event"]
             if event == "start":
-                found.start = found.start or {**row}
+                history.start = history.start or {**row}
                 first = row.get("first_step", 0)
-                logged = [each for each in logged if each[0] <= first]
-                found.step, found.train_s = logged[-1]
-                found.evals = [each for each in found.evals if each[STEP] <= first]
-                found.epoch_s, is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
+                logged = [(step, train_s) for step, train_s in logged if step <= first]
+                history.step, history.train_s = logged[-1]
+                history.evals = [scores for scores in history.evals if scores[STEP] <= first]
+                history.epoch_s, is_part = list(row.get("epoch_s", [])), bool(first % (row.get("steps_per_epoch") or 1))
             elif event == "step":
-                found.losses[int(row["step"])] = math.nan if row["loss"] is None else float(row["loss"])
+                history.losses[int(row["step"])] = math.nan if row["loss"] is None else float(row["loss"])
             elif event == "log":
-                found.step_s.append(float(row["step_s"]))
-                found.train_s += row["step_s"] * (row["step"] - found.step)
-                found.step = row["step"]
-                logged.append((found.step, found.train_s))
+                history.step_s.append(float(row["step_s"]))
+                history.train_s += row["step_s"] * (row["step"] - history.step)
+                history.step = row["step"]
+                logged.append((history.step, history.train_s))
             elif event == "epoch":
-                found.epoch_s += [] if is_part else [row["epoch_s"]]
+                history.epoch_s += [] if is_part else [row["epoch_s"]]
                 is_part = False
             elif event == "eval" and row.get("top1") is not None:
-                found.evals.append([row["step"], found.train_s, row["top1"]])
+                history.evals.append([row["step"], history.train_s, row["top1"]])
                 if until is not None and row["top1"] >= until:
-                    found.reached = True
+                    history.reached = True
                     break
-    return found
+    return history
 
 
 def training(folder: Path, target: float | None) -> dict[str, Any]:
     """Return the result of a whole training, up to the `target` accuracy."""
-    found = record(folder, target)
-    kept = {key: getattr(found, key) for key in ("step", "train_s", "epoch_s", "evals", "reached")}
-    return kept | {"proved": proved(json_of(folder / SUMMARY).get("proof"))}
+    history = record(folder, target)
+    fields = {key: getattr(history, key) for key in ("step", "train_s", "epoch_s", "evals", "reached")}
+    return fields | {"proved": proved(json_of(folder / SUMMARY).get("proof"))}
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Return the object in a file, empty without one. Raises `RequestError`."""
+    """Return the object in a file, empty without a file. Raises `RequestError` for invalid JSON."""
     if not path.exists():
         return {}
     with understanding(path):
@@ -103,13 +103,13 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def proved(proof: Any) -> str:
-    """Name the checks that hold or fail, of "proof" in a summary.json."""
-    judged = [each for each in from_json(proof) if each.outcome in (Check.HOLDS, Check.FAILS)]
-    return ", ".join(each.name + " fails" * each.fails for each in judged)
+    """Name the checks that hold or fail, by "proof" of a summary.json."""
+    judged = [check for check in from_json(proof) if check.outcome in (Check.HOLDS, Check.FAILS)]
+    return ", ".join(check.name + " fails" * check.fails for check in judged)
 
 
 def reaching(folder: Path, target: float) -> Callable[[], bool]:
-    """Return a function: does an evaluation since its last call reach the target?"""
+    """Return a function that says whether an evaluation since its last call reaches the target."""
     path, read_to = folder / FILE, 0
 
     def look() -> bool:
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Over all its steps; older runs counted images."""
+        """Speed over all steps; older runs counted images."""
         rate: float | None = self.summary.get("samples_per_s") or self.summary.get("images_per_s")
         return rate
 
@@ -168,15 +168,15 @@ class Run:
 def below(folder: Path) -> list[Run]:
     """List the runs below `folder`, the newest last.
 
-    They are at most two levels deep, or whole trainings of comparisons. A folder that is a run itself is the only one.
-    Parts of a comparison's races, which end midway, and of a proof are left out.
+    They are at most two levels deep, or whole trainings of comparisons. If `folder` is a run, it is the only one.
+    Excludes the runs of races, which end midway, and of proofs.
     """
     if (folder / "manifest.json").exists():
         return [_listed(folder, folder.parent)]
     depths = ("*", "*/*", "*/seed-*/run", "*/*/seed-*/run")
     paths = {path.parent for depth in depths for path in folder.glob(f"{depth}/manifest.json")}
-    found = [_listed(path, folder) for path in sorted(paths) if not _is_part(path, folder)]
-    return sorted(found, key=lambda run: str(run.manifest.get("date", "")))
+    runs = [_listed(path, folder) for path in sorted(paths) if not _is_part(path, folder)]
+    return sorted(runs, key=lambda run: str(run.manifest.get("date", "")))
 
 
 def _is_part(run: Path, folder: Path) -> bool:
@@ -200,8 +200,8 @@ def load(folder: Path) -> Run:
     for name in (SUMMARY, "config.toml", FILE):
         if not (folder / name).exists():
             page = folder / "report.html"
-            what = f"a comparison, reported in {shown(page)}" if page.exists() else "no run that has ended"
-            raise RequestError(f"{shown(folder)} is {what}: it has no {name}; give another folder.")
+            description = f"a comparison, reported in {shown(page)}" if page.exists() else "no run that has ended"
+            raise RequestError(f"{shown(folder)} is {description}: it has no {name}; give another folder.")
     return _read(folder, shown(folder))
 
 
@@ -214,18 +214,18 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return each run's options that vary within its job. Of several jobs, model and data first."""
-    found = []
+    """Return each run's options that vary within its job. With several jobs, model and data come first."""
+    options = []
     for run in runs:
         alike = [other for other in runs if job(other) == job(run)]
         keys = [*_varied(runs, ("model", "data")), *_varied(alike, (key for other in alike for key in other.options))]
-        found.append({key: run.options[key] for key in keys if run.options.get(key) not in (None, "", [])})
-    return found
+        options.append({key: run.options[key] for key in keys if run.options.get(key) not in (None, "", [])})
+    return options
 
 
 def _varied(runs: Sequence[Run], keys: Iterable[str]) -> list[str]:
-    kept = [key for key in dict.fromkeys(keys) if key not in _BORING]
-    return [key for key in kept if len({repr(run.options.get(key)) for run in runs}) > 1]
+    candidates = [key for key in dict.fromkeys(keys) if key not in _BORING]
+    return [key for key in candidates if len({repr(run.options.get(key)) for run in runs}) > 1]
 
 
 def job(run: Run) -> tuple[str, ...]:
@@ -233,13 +233,13 @@ def job(run: Run) -> tuple[str, ...]:
     return tuple(repr(run.options.get(key)) for key in JOB)
 
 
-def check_one_job(runs: Sequence[Run], *more: str) -> None:
-    """Raise `RequestError` for runs that differ in `JOB`, or `more` options."""
-    first, *others = runs
-    for run in others:
-        for key in (*JOB, *more):
-            if (mine := run.options.get(key)) != (its := first.options.get(key)):
-                differ = f"{key} {mine!r} (not {its!r})"
+def check_one_job(runs: Sequence[Run], *keys: str) -> None:
+    """Raise `RequestError` for runs that differ in the options `JOB` or `keys`."""
+    first = runs[0]
+    for run in runs[1:]:
+        for key in (*JOB, *keys):
+            if (value := run.options.get(key)) != (expected := first.options.get(key)):
+                differ = f"{key} {value!r} (not {expected!r})"
                 raise RequestError(
                     f"{run.name} is of another job than {first.name}: {differ}; compare runs of one job."
                 )

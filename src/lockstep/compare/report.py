@@ -35,13 +35,13 @@ class Report:
 
     title: str
     about: str
-    made: str
+    provenance: str  # date and command
     rows: Sequence[Row]
     answer: Sequence[str]
     covers: str = COVERS  # the scope of the numbers
 
     @property
-    def whole(self) -> list[Row]:
+    def measured(self) -> list[Row]:
         """The rows with numbers."""
         return [row for row in self.rows if row.samples_per_s is not None]
 
@@ -103,7 +103,7 @@ _COLUMNS = [_VARIANT, *(column for columns in _TABLES.values() for column in col
 
 def write(report: Report, folder: Path) -> list[str]:
     """Write the report's files into `folder` and return their names. Raises OSError."""
-    drawings, rows = _charts(report.whole), [_as_json(row) for row in report.rows]
+    drawings, rows = _charts(report.measured), [_as_json(row) for row in report.rows]
     texts = {
         HTML: _html(report, drawings),
         MARKDOWN: _markdown(report),
@@ -112,20 +112,20 @@ def write(report: Report, folder: Path) -> list[str]:
     }
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
-    content = {key: getattr(report, key) for key in ("title", "about", "made", "covers", "answer")}
-    write_json(folder / JSON, content | {"rows": rows})
+    head = {"title": report.title, "about": report.about, "made": report.provenance, "covers": report.covers}
+    write_json(folder / JSON, head | {"answer": report.answer, "rows": rows})
     return [*texts, JSON]
 
 
 def tables_of(report: Report) -> dict[str, list[Column]]:
-    """Return {title: columns} of the report's tables. Only columns with a value."""
-    kept = {title: tables.filled(columns, report.whole) for title, columns in _TABLES.items()}
-    return {title: [_VARIANT, *columns] for title, columns in kept.items() if columns}
+    """Return {title: columns} of the report's tables, without empty columns."""
+    filled = {title: tables.filled(columns, report.measured) for title, columns in _TABLES.items()}
+    return {title: [_VARIANT, *columns] for title, columns in filled.items() if columns}
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    kept = {name: value for name, value in vars(row).items() if name != "series"}
-    return {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in kept.items()}
+    fields = {name: value for name, value in vars(row).items() if name != "series"}
+    return {name: value._asdict() if hasattr(value, "_asdict") else value for name, value in fields.items()}
 
 
 def _html(report: Report, drawings: dict[str, str]) -> str:
@@ -136,16 +136,17 @@ def _html(report: Report, drawings: dict[str, str]) -> str:
 
 
 def _markdown(report: Report) -> str:
-    columns = tables.filled(_COLUMNS, report.whole)
-    table = tables.markdown(columns, report.whole) if columns else []
+    columns = tables.filled(_COLUMNS, report.measured)
+    table = tables.markdown(columns, report.measured) if columns else []
     failed = [f"- {row.name}: {row.failed}" for row in report.rows if row.failed]
-    parts = [[f"# {report.title}"], [report.about], report.answer, table, failed, [f"{report.covers}."], [report.made]]
+    head, foot = [[f"# {report.title}"], [report.about]], [[f"{report.covers}."], [report.provenance]]
+    parts = [*head, report.answer, table, failed, *foot]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
 def _charts(rows: Sequence[Row]) -> dict[str, str]:
     """Return {name: drawing}, by the names in report.html.jinja."""
     rates = [Bar(row.name, {"samples/s": rate.middle}, rate) for row in rows if (rate := row.samples_per_s)]
-    times = [Bar(row.name, {part: 1000 * each for part, each in row.parts_s.items()}) for row in rows if row.parts_s]
-    found = {"throughput": ("Throughput", rates, "samples/s"), "time": ("Where a step's time goes", times, "ms")}
-    return {name: charts.bars(*chart) for name, chart in found.items() if chart[1]}
+    times = [Bar(row.name, {part: 1000 * s for part, s in row.parts_s.items()}) for row in rows if row.parts_s]
+    drawings = {"throughput": ("Throughput", rates, "samples/s"), "time": ("Where a step's time goes", times, "ms")}
+    return {name: charts.bars(*drawing) for name, drawing in drawings.items() if drawing[1]}

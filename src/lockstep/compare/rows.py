@@ -18,11 +18,11 @@ from .records import ACCURACY, SECONDS, STEP, Run
 from .rounds import Series
 
 PARTS = ("data", "compute", "communication", "optimizer", "rest")
-"""Of a step: waiting for data, forward and backward, exchanges that nothing hides, the optimizer, and what is left."""
-_FEWEST = 20  # steps of which a 95th percentile is told
+"""Parts of a step: waiting for data, forward and backward, exchanges not hidden by computation, optimizer, the rest."""
+_FEWEST = 20  # steps required for a 95th percentile
 _PART_OF = {"data": "data", "forward": "compute", "backward": "compute", "step": "optimizer"}
 _PART_OF |= dict.fromkeys(EXCHANGES, "communication")
-_AS_TOLD = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_step")
+_COPIED = ("ranks", "bytes_a_step", "busy_processors", "busy_gpus", "joules_a_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class Row:
     flags: tuple[str, ...]
     failed: str = ""
     series: Series = field(default_factory=lambda: Series(Cell(name="", flags=())))
-    """The variant's measurements; empty for a run that has ended."""
+    """The variant's measurements; empty for an ended run."""
     devices: int = 1
     ranks: int = 1
     turns: int = 0
     batch: int | None = None
     samples_per_s: Interval | None = None
     ratio: Interval | None = None
-    """Of samples/s, to the first row that is one device, else to the first that is its model; 1 of that one itself."""
-    speed_up: Interval | None = None  # of samples/s, to the row that is the same on one device
+    """Of samples/s, to the reference row (`rounds.base_of`), whose ratio is 1."""
+    speed_up: Interval | None = None  # of samples/s, to the same variant on one device
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     epoch_s: float | None = None
@@ -62,49 +62,49 @@ class Row:
     seeds: int | None = None
     trained_s: Spread | None = None
     trained_epoch_s: Spread | None = None
-    reached: int | None = None  # seeds for which an evaluation reached the accuracy that was asked for
+    reached: int | None = None  # seeds for which an evaluation reached the target accuracy
     to_accuracy_steps: Spread | None = None
     to_accuracy_s: Spread | None = None
     loss_gap: float | None = None
-    """The largest relative difference of the first steps' losses to those of the row that `ratio` is to."""
+    """The largest relative difference of the first steps' losses from the reference row's."""
     proved: str = ""
-    another: str = ""  # why it is another model, where that is judged
+    another: str = ""  # why it is another model, if judged
     same_model: bool | None = None
-    """Whether losses agree within the tolerance, and batch statistics are of as many samples; None where precision or
-    model vary."""
+    """Whether losses agree within the tolerance, and batch statistics cover as many samples; None if precision or model
+    vary."""
 
     @property
     def efficiency(self) -> float | None:
-        """The speed-up, by the number of devices."""
+        """Speed-up per device."""
         return None if self.speed_up is None else self.speed_up.middle / self.devices
 
 
-def of_series(found: Sequence[Series], *, tolerance: float | None = None, target: float | None = None) -> list[Row]:
-    """Return a row for each tried variant, in their order.
+def of_series(series: Sequence[Series], *, tolerance: float | None = None, target: float | None = None) -> list[Row]:
+    """Return one row per variant, in order.
 
-    `tolerance` is the relative difference of losses that counts as the same model, by default what rounding explains;
-    `target` the accuracy that ends each training.
+    `tolerance` is the largest relative difference of losses of the same model, by default that of rounding; `target` is
+    the accuracy that ends each training.
     """
-    working = [each for each in found if each.races and not each.failed]
+    working = [variant for variant in series if variant.races and not variant.failed]
     rows = []
-    for each in found:
-        fields: dict[str, Any] = {"failed": each.failed or "it was not run"}
-        if each in working:
-            fields = _measured(each, working, tolerance) | _trained(each, target)
-        rows.append(Row(name=each.cell.name, flags=each.cell.flags, series=each, **fields))
+    for variant in series:
+        fields: dict[str, Any] = {"failed": variant.failed or "it was not run"}
+        if variant in working:
+            fields = _measured(variant, working, tolerance) | _trained(variant, target)
+        rows.append(Row(name=variant.cell.name, flags=variant.cell.flags, series=variant, **fields))
     return rows
 
 
 def _measured(series: Series, working: Sequence[Series], tolerance: float | None) -> dict[str, Any]:
-    told, record, batch = series.trial.told, series.record, series.batch
-    base, step_s = rounds.base_of(working), told["step_s"]
-    alone = next((each for each in working if each.cell.is_alone_of(series.cell)), None)
+    costs, record, batch = series.trial.told, series.record, series.batch
+    base, step_s = rounds.base_of(working), costs["step_s"]
+    alone = next((variant for variant in working if variant.cell.is_alone_of(series.cell)), None)
     rate = numbers.geometric_mean(series.rates).times(batch)
     middle_s = batch / rate.middle
-    steps, flops, matrix_rate = record.start["steps_per_epoch"], told["flops_a_step"], told["matrix_flops_per_s"]
+    steps, flops, matrix_rate = record.start["steps_per_epoch"], costs["flops_a_step"], costs["matrix_flops_per_s"]
     return {
-        **{name: told.get(name) for name in _AS_TOLD},
-        **{f"{kind}_memory_bytes": size for kind, size in told["peak_memory_bytes"].items()},
+        **{name: costs.get(name) for name in _COPIED},
+        **{f"{kind}_memory_bytes": size for kind, size in costs["peak_memory_bytes"].items()},
         **_likeness(series, base, tolerance),
         "devices": record.devices,
         "turns": sum(map(len, series.races)),
@@ -115,102 +115,102 @@ def _measured(series: Series, working: Sequence[Series], tolerance: float | None
         "step_p50_s": statistics.median(step_s),
         "step_p95_s": statistics.quantiles(step_s, n=20, method="inclusive")[18] if len(step_s) >= _FEWEST else None,
         "epoch_s": steps * middle_s if steps else None,
-        "parts_s": _parts_of(told),
+        "parts_s": _parts_of(costs),
         "teraflops": flops / middle_s / 1e12 if flops else None,
         "matrix_share": flops / middle_s / matrix_rate if flops and matrix_rate else None,
         "to_first_step_s": series.trial.to_first_step_s,
-        "proved": records.proved(told.get("proof")),
+        "proved": records.proved(costs.get("proof")),
     }
 
 
-def _parts_of(told: dict[str, Any]) -> dict[str, float]:
-    phases, steps = told["phase_s"], told["step_s"]
+def _parts_of(costs: dict[str, Any]) -> dict[str, float]:
+    phases, steps = costs["phase_s"], costs["step_s"]
     step_s = sum(steps) / len(steps)
-    found = dict.fromkeys(PARTS, 0.0)
+    parts_s = dict.fromkeys(PARTS, 0.0)
     for phase, seconds in phases.items():
-        # The forward pass of a loop of one's own is in its own code, which no phase names.
+        # In a user's loop, no phase names the forward pass.
         part = "compute" if phase == "" and "forward" not in phases else _PART_OF.get(phase, "rest")
-        found[part] += seconds
-    if unsynchronised := told.get("unsynchronised_step_s"):
-        # No phase shows waits within a backward pass. Steps that exchange no gradients are faster by those waits and by
-        # the phases of gradient exchanges: all exchange phases but those that such steps have too.
+        parts_s[part] += seconds
+    if unsynchronised := costs.get("unsynchronised_step_s"):
+        # No phase shows the waits within a backward pass. Steps without gradient exchange save those waits and the
+        # phases of gradient exchanges: all exchange phases except those that these steps have too.
         hidden = step_s - sum(unsynchronised) / len(unsynchronised)
-        others = sum(seconds for phase, seconds in told["unsynchronised_phase_s"].items() if phase in EXCHANGES)
-        outside = min(max(hidden - (found["communication"] - others), 0.0), found["compute"])
-        found["compute"] -= outside
-        found["communication"] += outside
-    found["rest"] += step_s - sum(found.values())
-    return {part: max(0.0, round(seconds, 9)) for part, seconds in found.items()}  # below a nanosecond is rounding
+        other_s = sum(seconds for phase, seconds in costs["unsynchronised_phase_s"].items() if phase in EXCHANGES)
+        waits_s = min(max(hidden - (parts_s["communication"] - other_s), 0.0), parts_s["compute"])
+        parts_s["compute"] -= waits_s
+        parts_s["communication"] += waits_s
+    parts_s["rest"] += step_s - sum(parts_s.values())
+    return {part: max(0.0, round(seconds, 9)) for part, seconds in parts_s.items()}  # less is rounding
 
 
-def _likeness(ours: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
+def _likeness(series: Series, base: Series, tolerance: float | None) -> dict[str, Any]:
     """Compare the models of two variants with the same global batch."""
-    if ours.batch != base.batch:
+    if series.batch != base.batch:
         return {}
-    a, b = ours.record.losses, base.record.losses
+    a, b = series.record.losses, base.record.losses
     gap = max((curve.gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())[: measured.COMPARED]), default=None)
-    configs = [each.cell.config for each in (ours, base)]
+    configs = [side.cell.config for side in (series, base)]
     precisions = {"" if config is None else config.precision.name for config in configs}
-    # Options that define the model may vary too: then other losses are no fault.
-    if gap is None or len(precisions) > 1 or not ours.cell.options.keys().isdisjoint(IDENTITY):
+    # If options that define the model vary, different losses are expected.
+    if gap is None or len(precisions) > 1 or not series.cell.options.keys().isdisjoint(IDENTITY):
         return {"loss_gap": gap}
     if tolerance is None:
         tolerance = 0.0 if configs[1] is None else curve.default_tolerance(configs[1])
-    another = f"its losses differ by {gap:.1e}{_why(ours, base)}" if gap > tolerance else ""
-    if (parts := ours.batch_parts) != (whole := base.batch_parts):  # another model, however near the first losses are
-        another = f"each {'replica' if parts[0] != whole[0] else 'micro-batch'} has batch statistics of its own"
+    another = f"its losses differ by {gap:.1e}{_cause(series, base)}" if gap > tolerance else ""
+    if (parts := series.batch_parts) != (base_parts := base.batch_parts):  # even if first losses agree
+        another = f"each {'replica' if parts[0] != base_parts[0] else 'micro-batch'} has its own batch statistics"
     return {"loss_gap": gap, "another": another, "same_model": not another}
 
 
-def _why(ours: Series, base: Series) -> str:
-    """Return what is known of why the losses of two variants differ, after a colon; "" for nothing."""
+def _cause(series: Series, base: Series) -> str:
+    """Return why the losses of two variants differ, after a colon; "" if unknown."""
     undrawn, place = (
-        next((str(told[name]) for told in (ours.trial.told, base.trial.told) if told.get(name)), "")
+        next((str(costs[name]) for costs in (series.trial.told, base.trial.told) if costs.get(name)), "")
         for name in ("undrawn", "first_draw")
     )
     if undrawn:
-        return f": each rank draws random numbers of its own, since those of one device failed ({undrawn.rstrip('.')})"
-    if place and (parts := ours.draw_parts) != (whole := base.draw_parts):
-        part = "replica in a process" if parts[0] != whole[0] else "micro-batch"
-        return f": each {part} draws random numbers of its own; the first: {place}"
+        return f": each rank draws its own random numbers, since those of one device failed ({undrawn.rstrip('.')})"
+    if place and (parts := series.draw_parts) != (base_parts := base.draw_parts):
+        part = "replica in a process" if parts[0] != base_parts[0] else "micro-batch"
+        return f": each {part} draws its own random numbers; the first: {place}"
     return ""
 
 
 def _trained(series: Series, target: float | None) -> dict[str, Any]:
     if not series.trainings:
         return {}
-    told = [each.told for each in series.trainings.values() if not each.failed]
-    ends, reached = ([each["evals"][-1] for each in told if each[kind]] for kind in ("evals", "reached"))
-    found: dict[str, Any] = {
-        "seeds": len(told),
-        "accuracy": numbers.spread([each[ACCURACY] for each in ends]),
-        "trained_s": numbers.spread([each["train_s"] for each in told]),
-        "trained_epoch_s": numbers.spread([statistics.fmean(each["epoch_s"]) for each in told if each["epoch_s"]]),
+    runs = [training.told for training in series.trainings.values() if not training.failed]
+    ends, reached = ([run["evals"][-1] for run in runs if run[kind]] for kind in ("evals", "reached"))
+    fields: dict[str, Any] = {
+        "seeds": len(runs),
+        "accuracy": numbers.spread([scores[ACCURACY] for scores in ends]),
+        "trained_s": numbers.spread([run["train_s"] for run in runs]),
+        "trained_epoch_s": numbers.spread([statistics.fmean(run["epoch_s"]) for run in runs if run["epoch_s"]]),
         "reached": None if target is None else len(reached),
-        "to_accuracy_steps": numbers.spread([each[STEP] for each in reached]),
-        "to_accuracy_s": numbers.spread([each[SECONDS] for each in reached]),
+        "to_accuracy_steps": numbers.spread([scores[STEP] for scores in reached]),
+        "to_accuracy_s": numbers.spread([scores[SECONDS] for scores in reached]),
     }
-    for seed, each in series.trainings.items():
-        found |= {"failed": f"training with seed {seed} failed: {each.failed}"} if each.failed else {}
-    proved = "; ".join(dict.fromkeys(each["proved"] for each in told if each.get("proved")))
-    return found | ({"proved": proved} if proved else {})
+    for seed, training in series.trainings.items():
+        fields |= {"failed": f"training with seed {seed} failed: {training.failed}"} if training.failed else {}
+    proved = "; ".join(dict.fromkeys(run["proved"] for run in runs if run.get("proved")))
+    return fields | ({"proved": proved} if proved else {})
 
 
-def difference(ours: Row, theirs: Row, at: int, *, reached: bool = False) -> Interval:
+def difference(row: Row, other: Row, column: int, *, reached: bool = False) -> Interval:
     """Return the mean difference of last evaluations, in `SECONDS` or `ACCURACY`.
 
     Over the seeds of both or, with `reached`, those for which both reached the accuracy.
     """
     kind = "reached" if reached else "evals"
-    mine, other = (
-        {seed: each.told["evals"][-1][at] for seed, each in row.series.trainings.items() if each.told.get(kind)}
-        for row in (ours, theirs)
+    values, other_values = (
+        {seed: trial.told["evals"][-1][column] for seed, trial in side.series.trainings.items() if trial.told.get(kind)}
+        for side in (row, other)
     )
-    return numbers.mean([value - other[seed] for seed, value in mine.items() if seed in other])
+    return numbers.mean([value - other_values[seed] for seed, value in values.items() if seed in other_values])
 
 
 def of_runs(runs: Sequence[Run]) -> list[Row]:
-    """Return one row per run. Speeds measured once have no interval."""
+    """Return one row per run, without intervals, since each speed was measured once."""
     rates = [(run.samples_per_s, run.record.devices) for run in runs if run.samples_per_s]
     base = next((rate for rate, devices in rates if devices == 1), rates[0][0] if rates else None)
     return [_of_run(run, runs[0], base) for run in runs]

@@ -16,7 +16,7 @@ class Column(NamedTuple):
     """A column's head, value and format. A value is a number, text, `Spread` or `Interval`; None is blank."""
 
     head: str
-    key: str | Callable[[Any], Any]  # the row's attribute, or what returns the value
+    key: str | Callable[[Any], Any]  # the row's attribute, or a function of the row
     text: str | Callable[[Any], str] = "{}"
 
     def shown(self, row: Any) -> str:
@@ -36,13 +36,13 @@ def gib(size_bytes: float) -> str:
 
 
 def brief(value: float) -> str:
-    """Return a number in three digits. From 1,000 on, as a whole number."""
+    """Return a number with three digits; from 1,000 on, a whole number."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def filled(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
     """Return the columns with a value in any row."""
-    return [each for each in columns if any(map(each.shown, rows))]
+    return [column for column in columns if any(map(column.shown, rows))]
 
 
 def cells(columns: Sequence[Column], rows: Sequence[Any]) -> list[list[str]]:
@@ -58,7 +58,7 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows of JSON as CSV. A field within a field is named a.b; a list is text."""
+    """Return rows of JSON as CSV. Nested fields are named a.b; a list becomes text."""
     flat = [_flat(row) for row in rows]
     text = io.StringIO()
     out = csv.DictWriter(text, dict.fromkeys(key for row in flat for key in row), lineterminator="\n")
@@ -68,11 +68,11 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            fields |= _flat(value, f"{prefix}{key}.")
         else:
             text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            found[f"{prefix}{key}"] = None if text in (math.inf, -math.inf) else text  # an interval of a single race
-    return found
+            fields[f"{prefix}{key}"] = None if text in (math.inf, -math.inf) else text  # the interval of a single race
+    return fields

@@ -1,8 +1,8 @@
 """The time of one step on several ranks.
 
-A measured step is a list of points: where BatchNorm exchanges its statistics, and where a gradient is ready. Between
-two points lies computation, with one sample per measured step. docs/forecast.md describes the layout of N ranks. No
-parameter is fitted to a measured step of several ranks.
+A measured step is a list of points: BatchNorm exchanges its statistics, or a gradient is ready. Between two points is
+computation, with one sample per measured step. docs/forecast.md describes the layout of N ranks. No parameter is fitted
+to a measured step of several ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GATHER, REDUCE, GRADIENT = "gather", "reduce", "gradient"
 
 
 class Point(NamedTuple):
-    """An exchange in a step, and the bytes that a rank gives.
+    """An exchange in a step, and the bytes that a rank sends.
 
-    A `GATHER` or `REDUCE` is waited for; a `GRADIENT` is not.
+    Ranks wait for a `GATHER` or `REDUCE`, but not for a `GRADIENT`.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Profile:
     batch: int
     points: tuple[Point, ...]
     seconds: np.ndarray
-    """(steps, points + 1): of computation before each point, from the end of the step before; the last, after all."""
+    """(steps, points + 1): of computation before each point, from the end of the last step; then after all points."""
 
     @property
     def step_s(self) -> float:
@@ -45,7 +45,7 @@ class Profile:
 
     @property
     def bytes_a_step(self) -> int:
-        """Bytes that a rank gives to exchanges in a step."""
+        """Bytes that a rank sends in a step."""
         return sum(point.bytes for point in self.points)
 
     def scaled(self, factor: float, batch: int) -> Profile:
@@ -56,14 +56,14 @@ class Profile:
     def buckets(self) -> dict[int, int]:
         """{number of the point that sends a bucket of gradients: its bytes}."""
         gradients = [(number, point.bytes) for number, point in enumerate(self.points) if point.kind == GRADIENT]
-        found: dict[int, int] = {}
-        held, limit = 0, FIRST_BUCKET_BYTES
+        buckets: dict[int, int] = {}
+        filled_bytes, limit = 0, FIRST_BUCKET_BYTES
         for number, size_bytes in gradients:
-            held += size_bytes
-            if held >= limit or number == gradients[-1][0]:
-                found[number] = held
-                held, limit = 0, BUCKET_BYTES
-        return found
+            filled_bytes += size_bytes
+            if filled_bytes >= limit or number == gradients[-1][0]:
+                buckets[number] = filled_bytes
+                filled_bytes, limit = 0, BUCKET_BYTES
+        return buckets
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Link:
     """A link: (bytes, seconds until a message arrives), interpolated by size."""
 
     points: tuple[tuple[float, float], ...]
-    gather_s: float = 0.0  # seconds that a message of an all-gather takes longer than one of an all-reduce
+    gather_s: float = 0.0  # additional seconds of an all-gather's message over an all-reduce's
     beside: float = 0.0
-    """Seconds that a second of a message and of computation at once cost beyond that one: 1 where both need the same
-    processor all the time, 0 where neither hinders the other."""
+    """Additional seconds per second of simultaneous message and computation: 1 if both always need the same processor,
+    0 if neither slows the other."""
 
     @classmethod
     def of(cls, bytes_per_s: float, latency_s: float) -> Link:
@@ -100,20 +100,20 @@ class Link:
     def behind(self, other: Link) -> Link:
         """Return the two links one after the other."""
         largest = max(self.points[-1][0], other.points[-1][0])
-        shares = [(each.message_s(largest), each.beside) for each in (self, other)]
-        beside = sum(taken * each for taken, each in shares) / sum(taken for taken, _ in shares)
+        shares = [(link.message_s(largest), link.beside) for link in (self, other)]
+        beside = sum(seconds * cost for seconds, cost in shares) / sum(seconds for seconds, _ in shares)
         sizes = sorted({size_bytes for size_bytes, _ in (*self.points, *other.points)})
-        points = tuple((each, self.message_s(each) + other.message_s(each)) for each in sizes)
+        points = tuple((size, self.message_s(size) + other.message_s(size)) for size in sizes)
         return Link(points, self.gather_s + other.gather_s, beside)
 
     def slower(self, factor: float) -> Link:
         """Return a link whose messages take `factor` times as long."""
-        points = tuple((size_bytes, taken * factor) for size_bytes, taken in self.points)
+        points = tuple((size_bytes, seconds * factor) for size_bytes, seconds in self.points)
         return Link(points, self.gather_s * factor, self.beside)
 
     def instant(self) -> Link:
         """Return the link without latency."""
-        points = tuple((size_bytes, max(0.0, taken - self.latency_s)) for size_bytes, taken in self.points)
+        points = tuple((size_bytes, max(0.0, seconds - self.latency_s)) for size_bytes, seconds in self.points)
         return Link(points, beside=self.beside)
 
 
@@ -124,7 +124,7 @@ class Network:
     between: Link
     within: Link
     per_node: int = 1
-    has_trees: bool = False  # whether the library may add up along trees (NCCL), or along a ring alone (gloo)
+    has_trees: bool = False  # whether the library may sum along trees (NCCL), or only along a ring (gloo)
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
         """Return the seconds to sum so many bytes over the ranks.
@@ -166,16 +166,15 @@ class Network:
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
 
-FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))  # exchanges that take no time
+FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))  # exchanges take no time
 
 
 def step_s(profile: Profile, ranks: int, network: Network) -> float:
     """Return the seconds of a step on so many such ranks."""
-    *before, after = profile.seconds.T
+    *gaps, tail = profile.seconds.T
     cost = 1 + network.outer(ranks).beside
-    # From the moment at which the gradients are there: the optimizer's step, then the next one up to that moment.
-    now_s, since, computed_s = 0.0, after.copy(), 0.0
-    left_s = 0.0  # of exchanges that are under way
+    # From the moment when all gradients are ready: the optimizer's step, then the next step up to that moment.
+    now_s, since, computed_s, left_s = 0.0, tail.copy(), 0.0, 0.0  # left: of exchanges in progress
 
     def compute() -> None:
         """Advance until the slowest rank has computed `since`."""
@@ -185,8 +184,8 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
         now_s, computed_s, left_s = now_s + both_s * cost + more_s - both_s, computed_s + more_s, left_s - both_s
 
     buckets = profile.buckets
-    for number, (point, taken) in enumerate(zip(profile.points, before, strict=True)):
-        since += taken
+    for number, (point, gap) in enumerate(zip(profile.points, gaps, strict=True)):
+        since += gap
         if point.kind != GRADIENT:
             exchange = network.all_gather_s if point.kind == GATHER else network.all_reduce_s
             compute()
@@ -211,10 +210,9 @@ def data_parallel_s(profile: Profile, ranks: int, network: Network) -> float:
 
 
 def _slowest_of(values: np.ndarray, ranks: int) -> float:
-    """Return the expected largest of N draws from samples, by their order.
+    """Return the expected maximum of N draws from samples, by order statistics.
 
-    No distribution is assumed. For more ranks than samples, the result is at least a normal distribution's (Blom,
-    1958).
+    Assumes no distribution. For more ranks than samples, the result is at least a normal distribution's (Blom, 1958).
     """
     samples = len(values)
     by_order = float(np.sort(values) @ np.diff((np.arange(samples + 1) / samples) ** ranks))

@@ -26,35 +26,35 @@ _RESULT = "trial.json"
 class Trial:
     """The result of one command, or why it failed."""
 
-    told: dict[str, Any]  # what `measured`, or the record of a whole training, tells; empty where it failed
+    told: dict[str, Any]  # by `measured`, or of a whole training; empty if it failed
     seconds: float
     to_first_step_s: float | None = None
     failed: str = ""
 
 
 def done(folder: Path) -> Trial | None:
-    """Return the trial in a folder. None where it failed or is missing."""
-    found = json_of(folder / _RESULT)
+    """Return the trial in a folder; None if it failed or is missing."""
+    fields = json_of(folder / _RESULT)
     with understanding(folder / _RESULT):
-        return Trial(**found) if found and not found["failed"] else None
+        return Trial(**fields) if fields and not fields["failed"] else None
 
 
 def measure(name: str, folder: Path, words: Words, *, limit_s: float) -> Trial:
     """Return the trial of a variant whose first losses are compared; `words` follow the internal verb.
 
-    Where it fails before they are made, as where ranks cannot draw as one device does, the variant is measured once
-    more with its own draws, and the result's "undrawn" says why. Raises as `once` does.
+    If the trial fails before those losses, such as when ranks cannot draw as one device does, measures the variant
+    again with its own draws; "undrawn" in the result is the reason. Raises as `once` does.
     """
     begun_s = time.monotonic()
     trial = once(name, folder, ("compare", "measured", *words), limit_s=limit_s)
     left_s, run = limit_s - (time.monotonic() - begun_s), folder / RUN
-    steps = len(record(run).losses) if (run / FILE).exists() else 0  # a run that was refused leaves no folder
+    steps = len(record(run).losses) if (run / FILE).exists() else 0  # a refused run leaves no folder
     if not trial.failed or left_s <= 0 or steps >= measured.COMPARED:
         return trial
 
     def result() -> dict[str, Any]:
-        told = json_of(run / measured.FILE)
-        return told and told | {"undrawn": trial.failed.removeprefix("refused: ")}
+        costs = json_of(run / measured.FILE)
+        return costs and costs | {"undrawn": trial.failed.removeprefix("refused: ")}
 
     return once(name, folder, ("compare", "measured-as-is", *words), limit_s=limit_s, result=result)
 
@@ -71,39 +71,39 @@ def once(
 ) -> Trial:
     """Return the trial in `folder`, or run lockstep with `words` for it.
 
-    A failure is a trial too. `result` returns the measurements, by default those of `measured`; as soon as `is_enough`
-    returns True the command is stopped, which is no failure. Files of an interrupted trial are dropped, unless the
-    command `goes_on` with them. Raises KeyboardInterrupt, `Stopped` where another process stops the command, OSError
-    where the folder cannot be written, and `RequestError` where a command that was left behind still uses it.
+    A failure is a trial too. `result` returns the measurements, by default those of `measured`. Stops the command,
+    without failure, as soon as `is_enough` returns True. Deletes the files of an interrupted trial, unless the command
+    `goes_on` with them. Raises KeyboardInterrupt, `Stopped` if another process stops the command, OSError if the folder
+    cannot be written, and `RequestError` if an earlier command still uses it.
     """
-    if before := done(folder):
-        return before
+    if trial := done(folder):
+        return trial
     make_free(folder, keeps=goes_on)
     begun_s, begun_time = time.monotonic(), time.time()
-    failed, told = "", {}
+    failed, costs = "", {}
     try:
         commands.run(name, [commands.python("lockstep", *words)], [folder / "log"], limit_s=limit_s, enough=is_enough)
-        told = result() if result else json_of(folder / RUN / measured.FILE)
-        failed = "" if told else "it has left no measurements; its log may say why."
+        costs = result() if result else json_of(folder / RUN / measured.FILE)
+        failed = "" if costs else "it has left no measurements; its log may say why."
     except Stopped:
         raise
     except LockstepError as error:
         failed = "refused: " * isinstance(error, RequestError) + reason(name, error)
-    first_time = told.get("first_step_time")
+    first_time = costs.get("first_step_time")
     to_first_step_s = None if first_time is None else first_time - begun_time
-    found = Trial(told=told, seconds=time.monotonic() - begun_s, to_first_step_s=to_first_step_s, failed=failed)
-    write_json(folder / _RESULT, vars(found))
-    return found
+    trial = Trial(told=costs, seconds=time.monotonic() - begun_s, to_first_step_s=to_first_step_s, failed=failed)
+    write_json(folder / _RESULT, vars(trial))
+    return trial
 
 
 def reason(name: str, error: LockstepError) -> str:
-    """Return why a variant's command failed, without its name."""
+    """Return the reason of a variant's failure, without its name."""
     return str(error).removeprefix(f"The variant {name} failed: ")
 
 
 def make_free(folder: Path, *, keeps: bool = False) -> None:
-    """Make a folder that no run uses. Empty unless it `keeps` its files."""
-    folders.check_free(folder / RUN)  # a comparison that was killed may have left a command that trains on
+    """Make a folder that no run uses, empty unless it `keeps` its files."""
+    folders.check_free(folder / RUN)  # a killed comparison may have left a command that still trains
     if folder.exists() and not keeps:
         shutil.rmtree(folder)
     own_folder(folder)
