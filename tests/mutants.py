@@ -437,8 +437,8 @@ a loss that is no number stops nothing: runs/meter.py
 + if False]
 = unit/test_curve.py::test_where_two_curves_part_is_told
 curves of which one has no number hold: verify/curve.py
-- if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
-+ if ours is None or theirs is None:
+- if first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
++ if first is None or second is None:
 = unit/test_curve.py::test_the_tolerance_is_that_of_the_arithmetic
 curves in float64 hold within a thousandth: verify/curve.py
 - return 1e-9 if config.precision.name == "fp64" else 1e-3
@@ -453,7 +453,7 @@ a mean of means is by design: verify/gradients.py
 + return False
 = ranks/test_doctor.py::test_a_rank_at_fault_is_named_in_bounded_time
 the doctor looks at no byte: doctor/together.py
-- if not torch.equal(each, sent_by(rank))]
+- if not torch.equal(chunk, sent_by(rank))]
 + if False]
 = ranks/test_replicas.py::test_a_copy_on_another_device_is_compared_too
 copies on other devices are not compared: checks/replicas.py
@@ -474,8 +474,8 @@ a rank whose beats stay the same is taken to live: monitor/heartbeat.py
 + if True:
 = unit/test_curve.py::test_the_others_end_with_the_first_that_fails_and_so_does_all_they_started
 what a variant's command has started outlives it: verify/commands.py
-- (found, *found.children(recursive=True))
-+ (found,)
+- (process, *process.children(recursive=True))
++ (process,)
 = faults/test_restarts.py::test_what_comes_back_is_told_and_what_is_refused_not_tried_again[beyond_the_classes]
 what is refused is started again: launchers/supervisor.py
 - FINAL = {RequestError.__name__, ProofError.__name__}

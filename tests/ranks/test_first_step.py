@@ -83,6 +83,12 @@ def test_what_leaves_nothing_to_compare_is_refused(
                 ours.backward(nn.functional.cross_entropy(model(x.flatten(1)), y))
                 optimizers[0].step()
     monkeypatch.setattr(variants, "train", lambda setup, variant: None)
-    asked: dict[str, Any] = {"config": RunConfig(), "folder": tmp_path, "devices": 2, "is_cpu": True, "given": ("run",)}
+    asked: dict[str, Any] = {
+        "config": RunConfig(),
+        "folder": tmp_path,
+        "devices": 2,
+        "is_cpu": True,
+        "arguments": ("run",),
+    }
     with pytest.raises(RequestError, match=told):
         [*curve.outcomes(Setup(**asked, name="gradients"), tolerance=LAW)]

@@ -87,7 +87,7 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: str, values:
     answer = examined(pool, **values)["ddp"]
     (cause,) = answer.causes
     assert cause.name == expected
-    assert expected in UNSWITCHED or cause.rest <= 1e-9 < max(cause.tensors.values()), "it can be switched off"
+    assert expected in UNSWITCHED or cause.residual <= 1e-9 < max(cause.tensors.values()), "it can be switched off"
     assert (bool(answer.by_design), answer.fails) == (expected == "randomness", expected != "randomness")
     named = {"coupled": "1: ", "Queued": "queue: ", "Tracking": "mean: ", "late": "mean: "}
     assert cause.sentence.startswith(named.get(values.get("model", ""), "")), "layer or state is named"

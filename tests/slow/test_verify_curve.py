@@ -80,7 +80,7 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
     assert 0 < rows["ddp-2"]["loss"] < 1e-9
     check = summary["proof"]["curve"]
     assert (check["outcome"], check["times"]) == ("holds", 7)
-    assert "dp-2: each of 2 replicas takes batch statistics of its own" in ended.out
+    assert "dp-2: each of 2 replicas takes its own batch statistics" in ended.out
     assert "**holds**" in (tmp_path / "out" / "proof.md").read_text()
 
 

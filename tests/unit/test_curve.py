@@ -19,7 +19,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import ProofError, RequestError, RunError
 from lockstep.verify import commands, curve, variants
 from lockstep.verify.curve import Curve, Outcome, compare
-from lockstep.verify.variants import Known, Setup, Variant
+from lockstep.verify.variants import ReferenceFacts, Setup, Variant
 
 from ..command import gone, until
 
@@ -37,8 +37,8 @@ WEIGHT[2] = math.nextafter(float(WEIGHT[2]), 9)
 @pytest.mark.parametrize(
     ("losses", "theirs", "tensors", "tolerance", "expected"),
     [
-        (LOSSES, LOSSES, {}, 0, {"holds": True, "loss": 0, "weight": 0, "step": None, "tensor": "", "where": ""}),
-        (PARTED, LOSSES, {}, 1e-3, {"holds": False, "step": 4, "where": "at step 4", "loss": pytest.approx(3 / 103)}),
+        (LOSSES, LOSSES, {}, 0, {"holds": True, "loss": 0, "weight": 0, "step": None, "tensor": "", "place": ""}),
+        (PARTED, LOSSES, {}, 1e-3, {"holds": False, "step": 4, "place": "at step 4", "loss": pytest.approx(3 / 103)}),
         # The last bit counts only where bits are due, and so does the sign of a zero.
         (LAST_BIT, LOSSES, {}, 1e-9, {"holds": True}),
         (LAST_BIT, LOSSES, {}, 0, {"holds": False, "step": 3}),
@@ -48,7 +48,7 @@ WEIGHT[2] = math.nextafter(float(WEIGHT[2]), 9)
             LOSSES,
             {"weight": WEIGHT},
             0,
-            {"holds": False, "step": None, "where": "after step 6", "tensor": "weight"},
+            {"holds": False, "step": None, "place": "after step 6", "tensor": "weight"},
         ),
         (LOSSES, LOSSES, {"bias": -torch.zeros(3)}, 0, {"holds": False, "weight": 0, "tensor": "bias"}),
         (LOSSES, LOSSES, {"bias": torch.full((3,), 0.5)}, 1e-3, {"holds": False, "tensor": "bias", "weight": 1.0}),
@@ -89,18 +89,18 @@ def test_the_tolerance_is_that_of_the_arithmetic() -> None:
 
 # ---- which variants there are
 
-KNOWN = Known(steps=6, accumulation=1, batch=64, has_statistics=True, has_epochs=True, optimizers=1)
+KNOWN = ReferenceFacts(steps=6, accumulation=1, batch=64, has_statistics=True, has_epochs=True, optimizers=1)
 SCRIPT = ("mine.py", "--lr", "1")
 
 
 def _setup(*, devices: int = 2, is_cpu: bool = True, script: tuple[str, ...] = (), **values: Any) -> Setup:
     config = override(RunConfig(), **{"batch": 64, "max_steps": 6} | values)
     given = ("run" if script else "train", "--precision", "fp64")
-    return Setup(config=config, folder=Path("out"), devices=devices, is_cpu=is_cpu, given=given, script=script)
+    return Setup(config=config, folder=Path("out"), devices=devices, is_cpu=is_cpu, arguments=given, script=script)
 
 
 def _others(setup: Setup, **known: Any) -> dict[str, Variant]:
-    return {each.name: each for each in variants.others(setup, KNOWN._replace(**known))}
+    return {each.name: each for each in variants.derive(setup, KNOWN._replace(**known))}
 
 
 def _after(words: tuple[str, ...], flag: str) -> list[str]:
@@ -186,7 +186,7 @@ def test_all_variants_share_the_flags_given_but_those_that_tell_them_apart() -> 
     shared = ("digits", "--accelerator", "cpu", "--label-smoothing", "0", "--loss", "mine:loss", "--micro_batch", "16")
     varied = ("--strategy", "ddp", "--devices=2", "--output", "asked", "--max-steps", "6")
     setup = checked(*parsed([*shared, *varied], (), prog="lockstep verify curve"), ())
-    assert setup.given == ("train", *shared, "--precision", "fp64")
+    assert setup.arguments == ("train", *shared, "--precision", "fp64")
 
 
 def test_accumulation_is_a_part_of_loops_with_several_optimizers() -> None:

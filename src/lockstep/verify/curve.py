@@ -19,15 +19,15 @@ from ..errors import RequestError, counted
 from ..files import lines_of, parse_json, understanding
 from ..record.checks import BIT_FOR_BIT, Check
 from . import variants
-from .variants import ALONE, Known, Setup, Variant
+from .variants import ALONE, ReferenceFacts, Setup, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FLOOR = 1e-3
 """Losses and tensors whose largest value is below this, and gradients below this share of the model's largest, are
-compared as if it were this: what mathematics makes zero, such as the gradient of a bias before a BatchNorm, holds
-rounding noise alone, which differs freely."""
+compared as if it were this: a gradient that is mathematically zero, such as that of a bias before a BatchNorm, is
+rounding noise."""
 HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
 TENSORS = {"curve": "weights", "gradients": "gradients"}
 """Tensors compared beside the losses, by the check's name."""
@@ -60,14 +60,14 @@ class Parting:
 
     loss: float  # the largest difference of a step's losses
     step: int | None  # the first step whose losses differ beyond the tolerance
-    weight: float  # the largest difference of a tensor's values, by the tensor's largest value
-    tensor: str  # which tensor that is; empty where all are the same bits
+    weight: float  # the largest difference within a tensor, relative to its largest value
+    tensor: str  # the name of that tensor; empty if all have the same bits
     last_step: int
     holds: bool  # whether losses and tensors agree within the tolerance
 
     @property
-    def where(self) -> str:
-        """The place of the first difference; empty if none. Tensors are seen after the last step alone."""
+    def place(self) -> str:
+        """The place of the first difference; empty if none. Tensors are compared after the last step only."""
         return "" if self.holds else f"after step {self.last_step}" if self.step is None else f"at step {self.step}"
 
 
@@ -76,8 +76,8 @@ class Outcome:
     """The outcome of one variant."""
 
     variant: Variant
-    verdict: str  # HOLDS or PARTS; LEFT_OUT or REFERENCE, of which nothing is claimed
-    why_not: str = ""  # why it was left out
+    verdict: str  # HOLDS or PARTS; LEFT_OUT or REFERENCE, which make no claim
+    why_not: str = ""  # the reason for leaving it out
     parting: Parting | None = None
     seconds: float = 0.0
 
@@ -88,13 +88,13 @@ class Outcome:
         most = (
             f"{tensors} by {size(parting.weight)}, most in {parting.tensor}" if parting.tensor else f"not in {tensors}"
         )
-        where = f"{parting.where}, losses by {size(parting.loss)}, {most}"
-        return f"{self.variant.name} parts from {self.variant.partner} {where}"
+        place = f"{parting.place}, losses by {size(parting.loss)}, {most}"
+        return f"{self.variant.name} parts from {self.variant.partner} {place}"
 
 
 def default_tolerance(config: RunConfig) -> float:
     """Return the default relative tolerance: rounding, amplified over a short run."""
-    if config.optim.name == "muon":  # torch's orthogonalises in bfloat16 whatever the precision
+    if config.optim.name == "muon":  # torch's orthogonalises in bfloat16 at every precision
         return 1e-2
     return 1e-9 if config.precision.name == "fp64" else 1e-3
 
@@ -102,40 +102,40 @@ def default_tolerance(config: RunConfig) -> float:
 def read(folder: Path, *, first_step: bool = False) -> Curve:
     """Return the curve of the run in `folder`. With `first_step`, its tensors stand for the gradients.
 
-    Those are what optimizers keep of gradients, by parameter (momentum, moments), and the weights without such state.
+    They are the optimizer state by parameter (momentum, moments), and the weights of parameters without such state.
     """
     from .. import checkpoint
 
     tensors = checkpoint.load(folder).tensors
     if first_step:
-        kept = {name for name in tensors if name.startswith("optimizer/")}
-        known = {name.partition("/")[2].rpartition("/")[0] for name in kept}  # of several models: model_2.fc.weight
-        others = (name for name in tensors if name.startswith("model"))
-        kept |= {name for name in others if not {name.partition("/")[2], name.replace("/", ".", 1)} & known}
-        tensors = {name: held for name, held in tensors.items() if name in kept}
+        names = {name for name in tensors if name.startswith("optimizer/")}
+        stateful = {name.partition("/")[2].rpartition("/")[0] for name in names}  # of several models: model_2.fc.weight
+        weights = (name for name in tensors if name.startswith("model"))
+        names |= {name for name in weights if not {name.partition("/")[2], name.replace("/", ".", 1)} & stateful}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in names}
     return Curve(losses_of(folder), tensors)
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """Return {step: loss} of a run, to the last bit. NaN for a loss that was not finite."""
+    """Return {step: loss} of a run, exact to the bit. A loss that was not finite is NaN."""
     path = folder / "steps.jsonl"
     with understanding(path):
         rows = [parse_json(line) for line in lines_of(path)]
-        # JSON has neither NaN nor infinities: they are null there.
+        # JSON has no NaN or infinity; the file holds null.
         return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows if row["event"] == "step"}
 
 
-def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
+def compare(first: Curve, second: Curve, *, tolerance: float) -> Parting:
     """Return the distance of two curves. A `tolerance` of 0 asks for equal bits."""
     from ..checks import difference
 
-    steps = sorted(ours.losses.keys() | theirs.losses.keys())
-    gaps = {step: gap(ours.losses.get(step), theirs.losses.get(step)) for step in steps}
+    steps = sorted(first.losses.keys() | second.losses.keys())
+    gaps = {step: gap(first.losses.get(step), second.losses.get(step)) for step in steps}
     beyond = [step for step, gap in gaps.items() if gap > tolerance]
-    sizes = difference.compare(ours.tensors, theirs.tensors).sizes(FLOOR)
+    sizes = difference.compare(first.tensors, second.tensors).sizes(FLOOR)
     worst = max(sizes, key=lambda name: sizes[name], default="")
     weight = sizes.get(worst, 0.0)
-    # A zero and a negative zero are no distance apart, and yet not the same bits.
+    # A zero and a negative zero differ in bits, though not in value.
     tensors_hold = not sizes if tolerance == 0 else weight <= tolerance
     return Parting(
         loss=max(gaps.values(), default=0.0),
@@ -147,31 +147,31 @@ def compare(ours: Curve, theirs: Curve, *, tolerance: float) -> Parting:
     )
 
 
-def gap(ours: float | None, theirs: float | None) -> float:
+def gap(first: float | None, second: float | None) -> float:
     """Return two losses' relative difference. Infinite where one is missing or not finite."""
-    if ours is None or theirs is None or not (math.isfinite(ours) and math.isfinite(theirs)):
+    if first is None or second is None or not (math.isfinite(first) and math.isfinite(second)):
         return math.inf
-    return abs(ours - theirs) / max(abs(ours), abs(theirs), FLOOR)
+    return abs(first - second) / max(abs(first), abs(second), FLOOR)
 
 
 def outcomes(setup: Setup, *, tolerance: float) -> Iterator[Outcome]:
     """Train the variants in turn; yield each outcome. Raises the error of a command that fails."""
     yield _trained(setup, variants.reference(setup), tolerance)
-    for variant in variants.others(setup, _known(setup)):
+    for variant in variants.derive(setup, _reference_facts(setup)):
         if variant.why_not:
             yield Outcome(variant=variant, verdict=LEFT_OUT, why_not=variant.why_not)
         else:
             yield _trained(setup, variant, tolerance)
 
 
-def _known(setup: Setup) -> Known:
+def _reference_facts(setup: Setup) -> ReferenceFacts:
     from .. import checkpoint
 
     folder = setup.folder / ALONE
     path = folder / "steps.jsonl"
     with understanding(path):
         rows = [parse_json(line) for line in lines_of(path)]
-        told, steps = rows[0], [row for row in rows if row["event"] == "step"]
+        header, steps = rows[0], [row for row in rows if row["event"] == "step"]
         if not steps:
             raise RequestError("The loop made no optimizer step in a session: there is nothing to compare.")
         state = checkpoint.load(folder)
@@ -180,12 +180,12 @@ def _known(setup: Setup) -> Known:
                 "The first step's learning rate is 0, and an optimizer without momentum keeps nothing of its "
                 "gradients: there is nothing to compare; begin with another rate."
             )
-        return Known(
+        return ReferenceFacts(
             steps=len(steps),
-            accumulation=told["chosen"]["accumulate"],
-            batch=told["plan"].get("global_size", 0),
-            has_statistics=told["chosen"]["batchnorm"] != "none",
-            has_epochs=bool(told["epochs"]),
+            accumulation=header["chosen"]["accumulate"],
+            batch=header["plan"].get("global_size", 0),
+            has_statistics=header["chosen"]["batchnorm"] != "none",
+            has_epochs=bool(header["epochs"]),
             optimizers=len(state.meta.get("optimizers", [()])),  # sessions record them
         )
 
@@ -197,30 +197,30 @@ def _trained(setup: Setup, variant: Variant, tolerance: float) -> Outcome:
     if not variant.partner:
         return Outcome(variant=variant, verdict=REFERENCE, seconds=seconds)
     names, is_first = (variant.name, variant.partner), setup.name == "gradients"
-    ours, theirs = (read(setup.folder / name, first_step=is_first) for name in names)
-    parting = compare(ours, theirs, tolerance=0 if variant.same_bits else tolerance)
+    curve, partner = (read(setup.folder / name, first_step=is_first) for name in names)
+    parting = compare(curve, partner, tolerance=0 if variant.same_bits else tolerance)
     verdict = HOLDS if parting.holds else PARTS
     return Outcome(variant=variant, verdict=verdict, parting=parting, seconds=seconds)
 
 
-def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
+def check(name: str, results: Sequence[Outcome], tolerance: float, precision: str, cost_s: float) -> Check:
     """Return all comparisons as one claim `name` of a proof."""
-    compared = [each.parting for each in found if each.parting is not None]
-    parted = [each for each in found if each.verdict == PARTS]
-    exact = sum(each.variant.same_bits for each in found if each.parting is not None)
+    compared = [result.parting for result in results if result.parting is not None]
+    parted = [result for result in results if result.verdict == PARTS]
+    exact = sum(result.variant.same_bits for result in results if result.parting is not None)
     if parted:
-        said = parted[0].sentence(TENSORS[name])
-        if others := ", ".join(each.variant.name for each in parted[1:]):
-            said += f"; so do {others}, of {len(compared)} compared"
+        sentence = parted[0].sentence(TENSORS[name])
+        if other_names := ", ".join(result.variant.name for result in parted[1:]):
+            sentence += f"; so do {other_names}, of {len(compared)} compared"
         # A net with BatchNorm makes rounding of fp32 grow to a thousandth of a loss within 20 steps of digits.
-        is_rounding = precision != "fp64" and not any(each.variant.same_bits for each in parted)
+        is_rounding = precision != "fp64" and not any(result.variant.same_bits for result in parted)
         rounding = f"rounding in {precision} can grow to that, and --precision fp64 shows whether it is no more"
-        is_resumed = all(len(each.variant.stages) > 1 for each in parted)
-        said += f"; {rounding if is_rounding else _RESUMED_HINT if is_resumed else _HINTS[name]}"
+        is_resumed = all(len(result.variant.stages) > 1 for result in parted)
+        sentence += f"; {rounding if is_rounding else _RESUMED_HINT if is_resumed else _HINTS[name]}"
     else:
-        sizes = [(each.last_step, each.loss, each.weight) for each in compared]
+        sizes = [(parting.last_step, parting.loss, parting.weight) for parting in compared]
         steps, loss, weight = map(max, zip(*sizes, strict=True)) if sizes else (0, 0.0, 0.0)
-        said = (
+        sentence = (
             f"{counted(len(compared), 'comparison')} over {counted(steps, 'step')}, {exact} bit for bit and "
             f"{len(compared) - exact} within {tolerance:g}; the largest difference is {size(loss)} of a loss and "
             f"{size(weight)} of a tensor"
@@ -231,7 +231,7 @@ def check(name: str, found: Sequence[Outcome], tolerance: float, precision: str,
         outcome=Check.FAILS if parted else Check.HOLDS if compared else Check.OPEN,
         times=len(compared),
         tolerance=f"{tolerance:g} relative; {BIT_FOR_BIT} in the same world",
-        found=said,
+        found=sentence,
         cost_s=cost_s,
     )
 

@@ -27,7 +27,7 @@ from .causes import Cause
 from .workbench import ONE, TOLERANCE, Workbench, beyond, gaps, worst
 
 _OF_DTYPES = re.compile(r"dtype|scalar type|Float\b|Double\b|float64")
-"""In the words of an error that a model which computes in float32 raises in float64."""
+"""Matches the error that a model with float32 constants raises in float64."""
 
 
 class Row(NamedTuple):
@@ -45,19 +45,14 @@ class Answer:
     strategy: str
     rows: tuple[Row, ...]
     causes: tuple[Cause, ...]
-    unlike: Mapping[str, frozenset[int]]
-    """Parameters whose gradients were not the same bits on all ranks, and the ranks that deviate from most."""
-    by_design: str  # why a difference is no fault; "" where it is one
-
-    @property
-    def differs(self) -> bool:
-        """Whether gradients differ from one process's, or between ranks."""
-        return bool(self.unlike) or any(row.tensors for row in self.rows)
+    differing: Mapping[str, frozenset[int]]
+    """Parameters whose gradients differ in bits between ranks, and the ranks that deviate from the majority."""
+    by_design: str  # why a difference is no fault; "" if it is one
 
     @property
     def agrees(self) -> bool:
-        """Whether gradients equal one process's."""
-        return not self.differs
+        """Whether gradients equal one process's, on all ranks."""
+        return not self.differing and not any(row.tensors for row in self.rows)
 
     @property
     def fails(self) -> bool:
@@ -66,13 +61,13 @@ class Answer:
 
     def __str__(self) -> str:
         largest = f"{max((row.gap for row in self.rows), default=0.0):.1e}"
-        if not self.differs:
+        if self.agrees:
             return f"{self.strategy} agrees within {largest}"
-        why = ", ".join([*(cause.name for cause in self.causes), *["ranks differ"] * bool(self.unlike)])
+        names = ", ".join([*(cause.name for cause in self.causes), *["ranks differ"] * bool(self.differing)])
         if self.by_design:
-            rest = max(cause.rest for cause in self.causes)
-            return f"{self.strategy} differs by {largest} by design ({why}), and agrees within {rest:.1e} without"
-        return f"{self.strategy} differs by {largest} ({why})"
+            gap = max(cause.residual for cause in self.causes)
+            return f"{self.strategy} differs by {largest} by design ({names}), and agrees within {gap:.1e} without"
+        return f"{self.strategy} differs by {largest} ({names})"
 
 
 @dataclass(frozen=True)
@@ -91,26 +86,26 @@ class Report:
             name="gradients",
             claim=f"{self.replicas} replicas compute the gradient of one process, in {self.precision}, but for what is "
             "so by design",
-            outcome=Check.FAILS if any(each.fails for each in self.answers) else Check.HOLDS,
-            times=sum(len(each.rows) for each in self.answers),
+            outcome=Check.FAILS if any(answer.fails for answer in self.answers) else Check.HOLDS,
+            times=sum(len(answer.rows) for answer in self.answers),
             tolerance=f"{self.tolerance:g} relative",
             found="; ".join(map(str, self.answers)),
             cost_s=self.cost_s,
         )
 
 
-def strategies(asked: str) -> list[str]:
+def strategies(requested: str) -> list[str]:
     """Return the strategies to measure for `asked`. Raises `RequestError` for a single replica.
 
     "auto" leaves out strategies whose ranks drive several devices each.
     """
-    several = [name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all]
-    if asked not in ("auto", *several):
+    names = [name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all]
+    if requested not in ("auto", *names):
         raise RequestError(
-            f"--strategy {asked} has one replica, which is what others are measured against; give "
-            f"{' or '.join(several)}, or none for all of them."
+            f"--strategy {requested} has one replica, which is what others are measured against; give "
+            f"{' or '.join(names)}, or none for all of them."
         )
-    return [name for name in several if not KINDS[name].has_two_levels] if asked == "auto" else [asked]
+    return [name for name in names if not KINDS[name].has_two_levels] if requested == "auto" else [requested]
 
 
 def examine(config: RunConfig, world: World, names: list[str], tolerance: float, step: str = "") -> Report | None:
@@ -136,26 +131,24 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
 
 
 def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -> Answer:
-    """Measure one strategy (*collective*). `alone` means that the user named it."""
+    """Measure one strategy (*collective*). `alone`: the user requested it by name."""
     has_ranks, rows = KINDS[strategy].has_ranks, list[Row]()
-    unlike: dict[str, frozenset[int]] = {}
+    differing: dict[str, frozenset[int]] = {}
     for case in bench.cases:
-        theirs = bench.under(strategy, case)
-        for each in compare(bench.world, theirs) if has_ranks else ():
-            unlike[each.name] = unlike.get(each.name, frozenset()) | {*each.ranks}
-        gap = gaps(theirs, bench.under(ONE, case))
+        gradients = bench.under(strategy, case)
+        for difference in compare(bench.world, gradients) if has_ranks else ():
+            differing[difference.name] = differing.get(difference.name, frozenset()) | {*difference.ranks}
+        gap = gaps(gradients, bench.under(ONE, case))
         rows.append(Row(f"{case.name}, {case.size} samples", worst(gap), beyond(gap, tolerance)))
-    found: dict[str, Cause] = {}
+    merged: dict[str, Cause] = {}
     failing = bench.world.gather([bool(row.tensors) for row in rows])[0]
     for case, fails in zip(bench.cases, failing, strict=True):
         for cause in causes.find(bench, strategy, case, tolerance) if fails else ():
-            found[cause.name] = cause.merged(found.get(cause.name, cause))
+            merged[cause.name] = cause.merged(merged.get(cause.name, cause))
     reasons = []
-    for name in found:
-        reasons.append(
-            "the model's own randomness is drawn by each rank and micro-batch for itself" * (name == "randomness")
-        )
+    for name in merged:
+        reasons.append("each rank and micro-batch makes its own random draws in the model" * (name == "randomness"))
         if name == "local BatchNorm" and not alone and not bench.job(strategy).method.can_sync_batchnorm:
-            reasons[-1] = f"each replica has batch statistics of its own under {strategy}: another model"
-    by_design = "; ".join(reasons) if all(reasons) and not unlike else ""
-    return Answer(strategy, tuple(rows), tuple(found.values()), unlike, by_design)
+            reasons[-1] = f"each replica has its own batch statistics under {strategy}: another model"
+    by_design = "; ".join(reasons) if all(reasons) and not differing else ""
+    return Answer(strategy, tuple(rows), tuple(merged.values()), differing, by_design)

@@ -1,7 +1,7 @@
-"""Variants of one job that must train one model, as commands.
+"""Variants of one job that must train the same model, as commands.
 
-The reference is one device. Beside it stand the strategies of the registry, one rank more, micro-batches, ranks started
-in other ways, and runs that were stopped in the middle. (Strategies of several nodes need ranks started by hand:
+The reference uses one device. The variants use the strategies of the registry, an additional rank, micro-batches, other
+launchers, and runs that stop halfway and resume. (Strategies of several nodes need ranks started by hand:
 `verify gradients` measures them.)
 """
 
@@ -29,7 +29,7 @@ class _Way(NamedTuple):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether each device has a process of its own."""
+        """Whether each device has a separate process."""
         return KINDS[self.strategy].has_ranks
 
 
@@ -44,11 +44,11 @@ class Variant:
 
     name: str  # its row, and its folder below the output folder
     stages: tuple[tuple[Command, ...], ...]
-    """Its commands: each inner tuple is started at once, and ends before the next begins."""
+    """Its commands: those of an inner tuple run concurrently and end before the next tuple begins."""
     partner: str = ""
-    """The name of the variant that it is compared with; empty where others are compared with this one alone."""
-    same_bits: bool = False  # whether the two have to be the same bits: one world, strategy and accumulation
-    why_not: str = ""  # why it cannot be trained; empty where it can
+    """The name of the variant to compare it with; empty if it only serves as a partner."""
+    same_bits: bool = False  # whether the two must be equal bit for bit: one world, strategy and accumulation
+    why_not: str = ""  # why it cannot be trained; empty if it can
 
     @property
     def commands(self) -> list[Command]:
@@ -56,14 +56,14 @@ class Variant:
         return [command for stage in self.stages for command in stage]
 
 
-class Known(NamedTuple):
-    """Facts from the reference's run."""
+class ReferenceFacts(NamedTuple):
+    """Facts from the reference's run that decide which variants are possible."""
 
     steps: int
     accumulation: int
     batch: int  # samples of a step; 0 where the loop has no DataLoader
     has_statistics: bool  # whether the model has batch statistics
-    has_epochs: bool  # whether the loop goes over session.epochs, and so can be continued
+    has_epochs: bool  # whether the loop uses session.epochs, which makes it resumable
     optimizers: int
 
 
@@ -75,9 +75,9 @@ class Setup:
     folder: Path
     devices: int  # of the variants that have several
     is_cpu: bool
-    given: Command  # the verb, train or run, and its flags, but for those in which variants differ
-    script: Command = ()  # the user's script and its own arguments, or -m and a module's
-    name: str = "curve"  # of the check: curve, or gradients, for which the first step is enough
+    arguments: Command  # the verb, train or run, and the flags that all variants share
+    script: Command = ()  # the user's script and its arguments, or -m, a module and its arguments
+    name: str = "curve"  # of the check: curve, or gradients, which needs the first step only
 
 
 def reference(setup: Setup) -> Variant:
@@ -85,84 +85,84 @@ def reference(setup: Setup) -> Variant:
     return Variant(name=ALONE, stages=(_at_once(setup, ALONE, _ALONE),))
 
 
-def others(setup: Setup, known: Known) -> list[Variant]:
-    """Return the variants beside the reference, each after its partner."""
-    found: list[Variant] = []
+def derive(setup: Setup, facts: ReferenceFacts) -> list[Variant]:
+    """Return all variants but the reference, each after its partner."""
+    variants: list[Variant] = []
 
     def add(
         way: _Way,
         name: str,
         partner: str,
         *,
-        parts: int = known.accumulation,
-        begun: _Way | None = None,
+        parts: int = facts.accumulation,
+        first_way: _Way | None = None,
         starter: str = "",
         same_bits: bool = False,
     ) -> None:
-        """Add a variant of `parts` micro-batches. Its first half is trained as `begun`, if given."""
+        """Add a variant of `parts` micro-batches. `first_way` trains its first half, if not None."""
         words = ("--accumulate", str(parts), "--micro-batch", "None")
-        stages = [_at_once(setup, name, way, *words, *(("--resume", "auto") if begun else ()), starter=starter)]
-        if begun is not None:
-            stages.insert(0, _at_once(setup, name, begun, *words, "--max-steps", str(known.steps // 2)))
-        why_not = _obstacle(setup, known, way, parts, begun)
-        found.append(Variant(name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, why_not=why_not))
+        stages = [_at_once(setup, name, way, *words, *(("--resume", "auto") if first_way else ()), starter=starter)]
+        if first_way is not None:
+            stages.insert(0, _at_once(setup, name, first_way, *words, "--max-steps", str(facts.steps // 2)))
+        why_not = _obstacle(setup, facts, way, parts, first_way)
+        variants.append(Variant(name=name, stages=tuple(stages), partner=partner, same_bits=same_bits, why_not=why_not))
 
-    # One world gives the same bits each time; on a GPU, --deterministic alone sees to that.
+    # One world gives the same bits each time; on a GPU only with --deterministic.
     exact = setup.is_cpu or setup.config.precision.deterministic
-    asked, is_own = setup.config.parallel.strategy, bool(setup.script or setup.config.optim.step)
-    several = [name for name, kind in KINDS.items() if kind.process_per_device]
+    requested, is_own = setup.config.parallel.strategy, bool(setup.script or setup.config.optim.step)
+    strategies = [name for name, kind in KINDS.items() if kind.process_per_device]
     if not is_own:  # each process of such a loop has one device
-        several += [name for name, kind in KINDS.items() if kind.drives_all and not kind.has_ranks]
-    ways = [_Way(name, setup.devices) for name in (several if asked == "auto" else [asked])]
+        strategies += [name for name, kind in KINDS.items() if kind.drives_all and not kind.has_ranks]
+    ways = [_Way(name, setup.devices) for name in (strategies if requested == "auto" else [requested])]
     ranked = [way for way in ways if way.has_ranks]
     for way in ways:
         add(way, way.name, ALONE)
         if way in ranked and setup.is_cpu:
-            more = _Way(way.strategy, way.devices + 1)
-            add(more, more.name, ALONE)
-    # Accumulation is a part of models with batch statistics, and of loops with several optimizers: what comes after
-    # the first one's step sees the step where the batch is whole, and not before.
-    parts, is_cut_apart = 2 * known.accumulation, known.has_statistics or known.optimizers > 1
+            larger = _Way(way.strategy, way.devices + 1)
+            add(larger, larger.name, ALONE)
+    # With batch statistics or several optimizers, accumulation changes the model: code after the first optimizer's step
+    # sees updated weights only if the batch is whole.
+    parts, is_cut_apart = 2 * facts.accumulation, facts.has_statistics or facts.optimizers > 1
     for way in (_ALONE, *ranked) if ranked else ():
         partner = f"{ALONE}-accum-{parts}" if way != _ALONE else "" if is_cut_apart else ALONE
         add(way, f"{way.name}-accum-{parts}", partner, parts=parts)
-    for way in ranked if setup.name == "curve" else ():  # launchers and continuations share out no other gradients
+    for way in ranked if setup.name == "curve" else ():  # launchers and continuations do not change gradients
         for starter in ("torchrun", "hand") if way == ranked[0] else ():
             add(way, f"{way.name}-by-{starter}", way.name, starter=starter, same_bits=exact)
-        add(way, f"{way.name}-resumed", way.name, begun=way, same_bits=exact)
-        add(way, f"{ALONE}-then-{way.name}", ALONE, begun=_ALONE)
-    return found
+        add(way, f"{way.name}-resumed", way.name, first_way=way, same_bits=exact)
+        add(way, f"{ALONE}-then-{way.name}", ALONE, first_way=_ALONE)
+    return variants
 
 
-def _obstacle(setup: Setup, known: Known, way: _Way, parts: int, begun: _Way | None) -> str:
-    """Return why a variant cannot be trained; "" where it can."""
-    asked, replicas = setup.config.parallel, 1 if way.has_ranks else way.devices  # in one process
-    if known.has_statistics and replicas > 1 and asked.strategy == asked.batchnorm == "auto":
-        return f"each of {replicas} replicas takes batch statistics of its own: by design not one device's model"
-    if not known.batch and parts > known.accumulation:
+def _obstacle(setup: Setup, facts: ReferenceFacts, way: _Way, parts: int, first_way: _Way | None) -> str:
+    """Return why a variant cannot be trained; "" if it can."""
+    parallel, replicas = setup.config.parallel, 1 if way.has_ranks else way.devices  # in one process
+    if facts.has_statistics and replicas > 1 and parallel.strategy == parallel.batchnorm == "auto":
+        return f"each of {replicas} replicas takes its own batch statistics: by design not one device's model"
+    if not facts.batch and parts > facts.accumulation:
         return "the loop has no DataLoader whose batches could be cut"
-    if 0 < known.batch < parts * way.devices:
-        return f"--batch {known.batch} does not split into {counted(parts, 'micro-batch')} on {way.devices} devices"
-    if begun and known.steps < 2:
+    if 0 < facts.batch < parts * way.devices:
+        return f"--batch {facts.batch} does not split into {counted(parts, 'micro-batch')} on {way.devices} devices"
+    if first_way and facts.steps < 2:
         return "one step has no middle"
-    if begun and not known.has_epochs:
+    if first_way and not facts.has_epochs:
         return "a loop that does not go over session.epochs(…) cannot be continued"
-    if begun not in (None, way) and known.has_statistics and asked.batchnorm == "local":
+    if first_way not in (None, way) and facts.has_statistics and parallel.batchnorm == "local":
         return "with --batchnorm local another number of replicas is another model"
     return ""
 
 
-def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") -> tuple[Command, ...]:
-    """Return the commands to start together. One per rank if started by hand, else one."""
+def _at_once(setup: Setup, name: str, way: _Way, *extra: str, starter: str = "") -> tuple[Command, ...]:
+    """Return the commands to start together: one per rank if started by hand, else one."""
     options, gpus = flatten(setup.config), setup.config.parallel.gpu_indices[: way.devices]
     words: Command = (
-        *("lockstep", *setup.given, "--output", str(setup.folder / name), "--max-steps", str(options["max-steps"])),
+        *("lockstep", *setup.arguments, "--output", str(setup.folder / name), "--max-steps", str(options["max-steps"])),
         *("--strategy", way.strategy, "--devices", str(way.devices)),
         *(("--gpus", ",".join(map(str, gpus))) if gpus else ()),
-        *more,
+        *extra,
     )
     if starter == "torchrun":
-        # --: of a script's own flags, it would take some for its own.
+        # Without --, torchrun would take some of the script's flags as its own.
         per_node = ("--standalone", "--nproc-per-node", str(way.devices), "--no-python", "--")
         return (python("torch.distributed.run", *per_node, *python(*words, *setup.script)),)
     if starter == "hand":
@@ -173,9 +173,9 @@ def _at_once(setup: Setup, name: str, way: _Way, *more: str, starter: str = "") 
 
 
 def train(setup: Setup, variant: Variant) -> None:
-    """Train a variant by its commands; logs lie beside the run's folder.
+    """Train a variant by its commands, with logs next to the run's folder.
 
-    Raises the error of the first command that failed, by its exit code, and `Stopped` after Ctrl-C.
+    Raises the error of the first command that fails, by its exit code, and `Stopped` after Ctrl-C.
     """
     names = [f"{variant.name}.{number}" for number, _ in enumerate(variant.commands, start=1)]
     logs = [setup.folder / f"{name}.log" for name in (names if names[1:] else [variant.name])]

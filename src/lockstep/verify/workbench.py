@@ -1,7 +1,7 @@
 """Gradients of one config under several strategies, from the same samples.
 
 The batches are the first of an epoch, an uneven one, its last one, and one in micro-batches. One process takes each
-global micro-batch whole, the ranks take their shares, as in training.
+global micro-batch whole; the ranks take their shares, as in training.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from ..training.draws import GlobalDraws
 from ..world.random_state import seed_all
 from ..world.world import World
 from .curve import FLOOR
-from .switches import NOTHING, Off, by_sample, switched
+from .switches import NOTHING, Off, sum_by_sample, switched_off
 
 if TYPE_CHECKING:
     from ..data.source import Splits
 
 Step = Callable[[nn.Module, Tensor, Tensor], None]
-"""A training step of the user's own, forward and backward: step(model, x, y) leaves gradients in the parameters."""
+"""The user's training step, forward and backward: step(model, x, y) leaves gradients in the parameters."""
 Micros = list[tuple[Tensor, Tensor]]
 ONE = "single"
 TOLERANCES = {"fp64": 1e-9}
 TOLERANCE = 1e-4
-"""Of all other precisions: float32 has 7 digits, of which sums over layers and samples take some."""
+"""For all other precisions: float32 has 7 digits, and sums over layers and samples lose some."""
 
 
-def gaps(theirs: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
-    """Return each tensor's largest relative difference from `theirs` ÷ `scale` (see `curve.FLOOR`).
+def gaps(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0) -> dict[str, float]:
+    """Return each tensor's largest relative difference from `gradients` ÷ `scale`, by name.
 
-    Infinite where only one side has it or a value is not finite.
+    `curve.FLOOR` bounds the divisor. Infinite if only one side has the tensor or a value is not finite.
     """
-    largest = max((float(each.abs().max()) for each in reference.values() if each.numel()), default=0.0)
-    compared = difference.compare({name: each / scale for name, each in theirs.items()}, reference)
-    # Two that are no numbers at the same places are no agreement.
-    lost = {name: math.inf for name, each in reference.items() if not bool(each.isfinite().all())}
+    largest = max((float(tensor.abs().max()) for tensor in reference.values() if tensor.numel()), default=0.0)
+    compared = difference.compare({name: tensor / scale for name, tensor in gradients.items()}, reference)
+    # NaN at the same places on both sides is no agreement.
+    lost = {name: math.inf for name, tensor in reference.items() if not bool(tensor.isfinite().all())}
     return compared.sizes(FLOOR * largest or 1.0) | lost
 
 
-def worst(found: Mapping[str, float]) -> float:
-    """Return the largest gap; 0 of none."""
-    return max(found.values(), default=0.0)
+def worst(sizes: Mapping[str, float]) -> float:
+    """Return the largest gap; 0 without gaps."""
+    return max(sizes.values(), default=0.0)
 
 
-def beyond(found: Mapping[str, float], tolerance: float) -> dict[str, float]:
+def beyond(sizes: Mapping[str, float], tolerance: float) -> dict[str, float]:
     """Return the gaps beyond `tolerance`, the largest first."""
-    return {name: gap for name, gap in sorted(found.items(), key=lambda each: -each[1]) if gap > tolerance}
+    return {name: gap for name, gap in sorted(sizes.items(), key=lambda item: -item[1]) if gap > tolerance}
 
 
 class Case(NamedTuple):
@@ -89,12 +89,12 @@ class Case(NamedTuple):
 
 
 class Workbench:
-    """Measures gradients of one config under several strategies. Same data; all methods are *collective*."""
+    """Measures gradients of one config under several strategies. All methods are *collective*."""
 
     def __init__(self, config: RunConfig, world: World, step: Step | None = None) -> None:
         """Assemble the job. `config` names the strategy of `world`'s ranks; rank 0 computes one without ranks."""
         self.config, self.world, self.step = config, world, step
-        # A step of the user's own may ask torch for the world's size, or exchange something: one process has one rank.
+        # The user's step may query torch's world size or communicate: for one process, the world is one rank.
         self._group_of_one: Any = None if world.group is None else dist.new_group([0])
         self._jobs: dict[str, Job] = {}
         self._read: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -113,14 +113,14 @@ class Workbench:
         world.together(self._check_reference)
 
     def job(self, strategy: str) -> Job:
-        """Return the job of a strategy; assemble a new one."""
+        """Return the job of a strategy; assemble it at the first call."""
         if strategy not in self._jobs:
-            asked, kind = self.config.parallel, KINDS[strategy]
-            own: dict[str, Any] = {} if kind.has_ranks else {"devices": None, "batchnorm": "auto"}
+            parallel, kind = self.config.parallel, KINDS[strategy]
+            overrides: dict[str, Any] = {} if kind.has_ranks else {"devices": None, "batchnorm": "auto"}
             if kind.drives_all and not kind.has_ranks:
-                own["devices"] = asked.devices or self.world.size
+                overrides["devices"] = parallel.devices or self.world.size
             # Each case has its own micro-batches.
-            config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **own)
+            config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **overrides)
             world = self.world if kind.has_ranks else World.alone(self.world.device)
             self._jobs[strategy] = assemble(config, world, data=self._data)
         return self._jobs[strategy]
@@ -131,9 +131,9 @@ class Workbench:
             self._data.close()
 
     def under(self, strategy: str, case: Case, off: Off = NOTHING, *, seed: int | None = None) -> dict[str, Tensor]:
-        """Return the gradients under `strategy` by name. Empty on ranks without a part in it.
+        """Return the gradients under `strategy` by name; empty on ranks that take no part.
 
-        `seed` is of the model's own randomness.
+        `seed` sets the model's randomness.
         """
         if KINDS[strategy].has_ranks:
             return self._compute(self.job(strategy), self._share(case, same="data" in off), case, off, seed=seed)
@@ -145,21 +145,21 @@ class Workbench:
             return self._compute(self.job(strategy), micros, case, off, seed=seed)
 
     def has_global_draws(self, strategy: str, case: Case) -> bool:
-        """Whether draws under `strategy` are those of one process; never in micro-batches and threads."""
+        """Whether draws under `strategy` equal one process's; never in micro-batches or threads."""
         is_alike = KINDS[strategy].process_per_device or strategy == ONE
         return self.config.batch.draws == "global" and is_alike and case.accumulation == 1
 
     def _check_reference(self) -> None:
-        """Raise `RequestError` where one process has no usable gradients."""
+        """Raise `RequestError` if one process has no usable gradients."""
         try:
-            found = self.under(ONE, self.cases[0])
+            gradients = self.under(ONE, self.cases[0])
         except RequestError:
             raise
         except Exception as error:  # any error of a model, a loss or a step in one process
             raise RequestError(f"One process's step {user_code.raised(error)}; there is nothing to compare.") from error
-        if self.world.is_main and not found:
+        if self.world.is_main and not gradients:
             raise RequestError("--step leaves no gradient in the model's parameters: it has to call backward().")
-        if names := [name for name, each in found.items() if not bool(each.isfinite().all())]:
+        if names := [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]:
             raise RequestError(
                 f"One process's gradients are not finite numbers ({', '.join(names[:3])}): nothing can be compared; "
                 "look at the data, and at what the model divides by or takes the root of."
@@ -167,13 +167,13 @@ class Workbench:
 
     def read(self, case: Case) -> tuple[Tensor, Tensor]:
         """Return the global batch as this rank reads it. x is (n, …), y (n,)."""
-        at = (case.start, case.stop)
-        if at not in self._read:
-            (self._read[at],) = self._fetch(case, [slice(0, case.size)])
-        return self._read[at]
+        span = (case.start, case.stop)
+        if span not in self._read:
+            (self._read[span],) = self._fetch(case, [slice(0, case.size)])
+        return self._read[span]
 
     def _share(self, case: Case, *, same: bool) -> Micros:
-        """Return this rank's shares. Read by itself, or, with `same`, by rank 0 for all."""
+        """Return this rank's shares. With `same`, rank 0 reads for all ranks."""
         parts = case.share(self.world.rank, self.world.size, self._devices)
         if not same:
             return self._fetch(case, parts)
@@ -188,8 +188,8 @@ class Workbench:
 
     def _compute(self, job: Job, micros: Micros, case: Case, off: Off, *, seed: int | None = None) -> dict[str, Tensor]:
         job.model.zero_grad()
-        loss_fn = by_sample(job.loss_fn) if "loss" in off else job.loss_fn
-        with switched(job.model, off, job.method.devices), warnings.catch_warnings(), ExitStack() as stack:
+        loss_fn = sum_by_sample(job.loss_fn) if "loss" in off else job.loss_fn
+        with switched_off(job.model, off, job.method.devices), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if seed is not None:
                 seed_all(seed)
@@ -203,39 +203,39 @@ class Workbench:
             else:
                 part = Part()
                 for number, (x, y) in enumerate(micros, start=1):
-                    run = partial(_stepped, self.step, job.replica, x, y)
+                    run = partial(_run_step, self.step, job.replica, x, y)
                     one = Pass(run, part, Header(BACKWARD, number), 0.0, number == len(micros))
                     if job.exchange.backward(one) is not None and job.world.size > 1:
                         # As DistributedDataParallel does: the mean of the ranks' means.
                         job.exchange.divide(part, torch.tensor(float(job.world.size)))
-        named = job.model.named_parameters(remove_duplicate=False)
-        found = {name: each.grad.detach().clone() for name, each in named if each.grad is not None}
+        weights = job.model.named_parameters(remove_duplicate=False)
+        gradients = {name: weight.grad.detach().clone() for name, weight in weights if weight.grad is not None}
         job.model.zero_grad()
-        return found
+        return gradients
 
 
 def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) -> list[Case]:
-    """Return the batches to compare. A user's own step gets none in micro-batches."""
+    """Return the batches to compare. The user's step gets none in micro-batches."""
     size, last, parts = min(config.batch.size, samples), samples % config.batch.size, config.batch.accumulate or 2
-    found = [Case("the first batch", 0, size)]
+    cases = [Case("the first batch", 0, size)]
     if size % replicas == 0 and size > replicas:
-        found.append(Case("an uneven batch", 0, size - 1))
+        cases.append(Case("an uneven batch", 0, size - 1))
     if replicas <= last < samples and not config.batch.drop_last:
-        found.append(Case("the epoch's last batch", samples - last, samples))
+        cases.append(Case("the epoch's last batch", samples - last, samples))
     if not own_step and size // parts >= replicas and parts > 1:
-        found.append(Case(f"{parts} micro-batches", 0, size, parts))
-    return found
+        cases.append(Case(f"{parts} micro-batches", 0, size, parts))
+    return cases
 
 
-def _stepped(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
+def _run_step(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Run the user's step; refuse one that changes the weights."""
-    weights = [each.detach() for each in model.parameters()]
-    before = int(digest(weights))
+    weights = [parameter.detach() for parameter in model.parameters()]
+    weights_digest = int(digest(weights))
     try:
         step(model, x, y)
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:  # its own
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, ImportError) as error:
         raise RequestError(f"--step {user_code.raised(error)}; it is called as step(model, x, y).") from error
-    if int(digest(weights)) != before:
+    if int(digest(weights)) != weights_digest:
         raise RequestError(
             "--step changes the model's weights: leave optimizer.step() out; it runs forward and backward, and leaves "
             "gradients in the parameters."

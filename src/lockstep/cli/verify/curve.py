@@ -105,7 +105,7 @@ def checked(config: RunConfig, given: list[str], script: Sequence[str], *, name:
         folder=Path(),
         devices=count,
         is_cpu=variants.gpus(config) == 0,
-        given=("run" if script else "train", *flags.without(given, _VARIED)),
+        arguments=("run" if script else "train", *flags.without(given, _VARIED)),
         script=tuple(script),
         name=name,
     )
@@ -184,7 +184,7 @@ def _print(screen: Screen, found: Sequence[Outcome], setup: Setup, tolerance: fl
     for each in found:
         parting, cells = each.parting, ["", "", ""]
         if parting is not None:
-            cells = [curve.size(parting.loss), curve.size(parting.weight), parting.where]
+            cells = [curve.size(parting.loss), curve.size(parting.weight), parting.place]
         rows.append((each.variant.name, each.variant.partner, *cells, each.verdict))
         if each.why_not:
             notes.setdefault(each.why_not, []).append(each.variant.name)

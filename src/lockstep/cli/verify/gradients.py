@@ -102,7 +102,7 @@ def main(given: list[str]) -> int:
         note = f"warning: {trouble}" if trouble else f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}"
         Screen().say((note, "yellow" if trouble else "dim"))
     if failing := [each for each in report.answers if each.fails]:
-        but = ": not the gradient of one process" if any(each.differs for each in failing) else ""
+        but = ": not the gradient of one process" if any(not each.agrees for each in failing) else ""
         where = "" if trouble else f" {folder / checks.SHEET} has the numbers."
         raise ProofError(f"{'; '.join(map(str, failing))}{but}.{where}")
     return 0
@@ -139,7 +139,7 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
 
         def ranks(count: int) -> list[Process]:
             run_folder = tempfile.mkdtemp(dir=scratch)  # each start is a run
-            return start_audit.ranks(python("lockstep", *setup.given, "--output", run_folder, *script), count)
+            return start_audit.ranks(python("lockstep", *setup.arguments, "--output", run_folder, *script), count)
 
         return audit.judge(audit.Audited(shlex.join(script), ranks, setup.devices), folder, keep)
 
@@ -215,10 +215,10 @@ def _reasons(answer: Answer) -> Iterator[tuple[str, str]]:
     from ...checkpoint.state import few  # late: it imports torch
 
     for cause in answer.causes:
-        sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.rest:.1e}"
+        sizes = f"alone {max(cause.tensors.values(), default=0.0):.1e}, switched off {cause.residual:.1e}"
         yield cause.name, f": {cause.sentence} ({sizes})."
-    if answer.unlike:
-        ranks = ranks_named(sorted(frozenset().union(*answer.unlike.values())))
-        yield "ranks differ", f": after the exchange {ranks} have other bits, in {few([*answer.unlike], _ROWS)}."
+    if answer.differing:
+        ranks = ranks_named(sorted(frozenset().union(*answer.differing.values())))
+        yield "ranks differ", f": after the exchange {ranks} have other bits, in {few([*answer.differing], _ROWS)}."
     if answer.by_design:
         yield "", f"That is so by design: {answer.by_design}."
