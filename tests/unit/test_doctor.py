@@ -16,7 +16,7 @@ import pytest
 from lockstep._torch import HashStore
 from lockstep.cli.doctor import show, verdict
 from lockstep.doctor import alone, together
-from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, found, look, merged
+from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, conclude, look, merged
 from lockstep.hardware import Gpu
 from lockstep.world.topology import Topology
 
@@ -143,9 +143,9 @@ def test_a_gpu_whose_memory_others_hold_is_told(monkeypatch: pytest.MonkeyPatch)
 
 def test_findings_of_ranks_that_are_alike_are_one_and_the_worst_is_the_verdict() -> None:
     few = [Finding("host", "open files", YELLOW, "few", "more", ranks=(rank,)) for rank in (2, 0, 1)]
-    red = found("network", "ports", "closed", "open them", bad=RED)
+    red = conclude("network", "ports", "closed", "open them", bad=RED)
     assert merged([red, *few]) == [Finding("host", "open files", YELLOW, "few", "more", ranks=(0, 1, 2)), red]
-    green = found("host", "x", "fine")
+    green = conclude("host", "x", "fine")
     assert [verdict(each) for each in ([*few, red], [*few, green], [green])] == [RED, YELLOW, GREEN]
 
 
@@ -156,7 +156,7 @@ def test_what_raises_or_hangs_is_a_finding() -> None:
     never = threading.Event()
     (raised,) = look("disk", "output", broken, 5)
     assert (raised.state, "Input/output error" in raised.words) == (YELLOW, True)
-    (hung,) = look("disk", "output", lambda: [found("disk", "output", str(never.wait(60)))], 0.2, hung=RED)
+    (hung,) = look("disk", "output", lambda: [conclude("disk", "output", str(never.wait(60)))], 0.2, hung=RED)
     assert (hung.state, hung.words) == (RED, "the system gave no answer within 0.2 s")
     never.set()
 

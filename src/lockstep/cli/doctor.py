@@ -63,7 +63,7 @@ def main(given: list[str]) -> int:
         output=(config.record.output or folders.RUNS).absolute(),
         data=config.data.dir.absolute() if has_data else None,
         chosen_cpu=config.parallel.accelerator == "cpu",
-        tell=tell,
+        print_report=tell,
     )
     # Without --output, so that a failure leaves nothing in that folder.
     report = start.launch(examination, dataclasses.replace(_usable(config), record=RecordConfig()))

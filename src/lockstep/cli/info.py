@@ -36,7 +36,7 @@ def main(given: list[str]) -> int:
         "memory": f"{found.memory_bytes / 2**30:.1f} GiB",
         "gpus": gpus + (f", driver {found.driver}" if found.driver else ""),
         "recipes": ", ".join(recipes()),
-        "models": ", ".join((*models.OURS, "torchvision's classifiers", "module:attribute")),
+        "models": ", ".join((*models.BUILTIN, "torchvision's classifiers", "module:attribute")),
         "data sets": ", ".join((*sets.DATA_SETS, "module:attribute")),
         **{f"strategy {name}": kind.phrase for name, kind in KINDS.items()},
         "launchers": ", ".join(LAUNCHERS),

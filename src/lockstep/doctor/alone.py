@@ -19,16 +19,16 @@ from ..files import unlinked
 from ..launchers import hosts
 from ..record import manifest
 from ..world.topology import Topology
-from .finding import GIB, RED, UNCHECKED, YELLOW, Finding, found, shown
+from .finding import GIB, RED, UNCHECKED, YELLOW, Finding, conclude, shown
 
 _MUST_AGREE = ("lockstep-torch", "torch", "cuda", "NCCL")
-"""Ranks with different ones speak different protocols, or compute other bits."""
+"""Ranks with different versions speak different protocols, or compute different bits."""
 _WORKERS_HOLD_BYTES = 4 * 2 * 32 * 3 * 224 * 224 * 4
-"""In shared memory, of a rank: 4 data workers with 2 batches each of 32 images of 224 × 224 as float32."""
-_TAKEN = 0.5  # of a GPU's memory: with more in other hands, a batch that fits elsewhere does not fit here
+"""Shared memory of a rank: 4 data workers with 2 batches each of 32 images of 224 × 224 as float32."""
+_MIN_FREE_SHARE = 0.5  # of a GPU's memory: with less, a batch that fits other GPUs does not fit this one
 _CHECKPOINT_BYTES = 25_557_032 * 2 * 4  # a ResNet-50 in float32 with the momentum of each weight
 _ROOMY_BYTES = 10 * GIB
-_APPEARS_S = 2.0  # for a file to be seen on another host; network disks remember for a while what was not there
+_APPEARS_S = 2.0  # for a file to appear on another host; network disks cache missing names for a while
 
 
 def versions(driver: str) -> dict[str, str | None]:
@@ -38,13 +38,14 @@ def versions(driver: str) -> dict[str, str | None]:
 
 
 def judge_versions(by_rank: Sequence[Mapping[str, str | None]]) -> Iterator[Finding]:
-    """Yield findings on the ranks' versions, {part: version} of each."""
+    """Yield findings on the ranks' versions, one {part: version} per rank."""
     for part, version in by_rank[0].items():
-        if others := [rank for rank, versions in enumerate(by_rank) if versions[part] != version]:
-            words = f"{version} on rank 0, {by_rank[others[0]][part]} or others on {ranks_in_short(others)}"
+        if deviating := [rank for rank, versions in enumerate(by_rank) if versions[part] != version]:
+            words = f"{version} on rank 0, {by_rank[deviating[0]][part]} or others on {ranks_in_short(deviating)}"
             bad = RED if part in _MUST_AGREE else YELLOW
-            yield found("host", f"{part} versions", words, f"install the same {part} on every node", bad=bad)
-    yield found("host", "versions", ", ".join(f"{part} {version}" for part, version in by_rank[0].items() if version))
+            yield conclude("host", f"{part} versions", words, f"install the same {part} on every node", bad=bad)
+    words = ", ".join(f"{part} {version}" for part, version in by_rank[0].items() if version)
+    yield conclude("host", "versions", words)
 
 
 def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
@@ -54,34 +55,34 @@ def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
     if on_cpu and ranks > usable:
         words = f"{ranks} ranks share {usable}: they will wait for one another"
         fix = f"start at most {counted(usable, 'rank')} on this host"
-    yield found("host", "processors", words, fix, value=usable)
+    yield conclude("host", "processors", words, fix, value=usable)
 
     free_bytes = int(psutil.virtual_memory().available)
     words = f"{shown(free_bytes, 'bytes')} of {shown(hardware.memory_bytes(), 'bytes')} free"
     fix = "end other programs: a rank alone holds several hundred MiB before it trains" if free_bytes < GIB else ""
-    yield found("host", "memory", words, fix, value=free_bytes, unit="bytes")
+    yield conclude("host", "memory", words, fix, value=free_bytes, unit="bytes")
 
-    with contextlib.suppress(FileNotFoundError):  # on systems that have it elsewhere
+    with contextlib.suppress(FileNotFoundError):  # some systems have no /dev/shm
         free_bytes, need = _free_bytes(Path("/dev/shm")), _WORKERS_HOLD_BYTES * ranks
         words, fix = f"{shown(free_bytes, 'bytes')} free in /dev/shm", ""
         if free_bytes < need:
             words += f"; data workers of {counted(ranks, 'rank')} need {shown(need, 'bytes')}, or die with a bus error"
             fix = f"docker run --ipc=host (or --shm-size={1 + 2 * need // GIB}g), or --workers 0"
-        yield found("host", "shared memory", words, fix, value=free_bytes, unit="bytes")
+        yield conclude("host", "shared memory", words, fix, value=free_bytes, unit="bytes")
 
     soft, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max(1024, 8 * topology.size)  # 1024 is usual
     words, fix = "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft:,} for a process", ""
     if soft != resource.RLIM_INFINITY and soft < need:  # data workers pass tensors as open files
         words += f"; {counted(topology.size, 'rank')} with data workers need {need:,}"
         fix = f"ulimit -n {need} in the shell that starts the job (docker run --ulimit nofile={need})"
-    yield found("host", "open files", words, fix, value=soft)
+    yield conclude("host", "open files", words, fix, value=soft)
 
 
 def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
     """Yield whether torch can use the GPUs, unless the CPU was chosen."""
     if trouble := hardware.driver_trouble():
         words = f"the NVIDIA driver does not answer: {trouble}"
-        yield found("devices", "driver", words, "run nvidia-smi; load the driver, or reboot")
+        yield conclude("devices", "driver", words, "run nvidia-smi; load the driver, or reboot")
     if not gpus or chosen_cpu:
         words = f"{gpus} here, left alone as --accelerator cpu asks" if gpus else "none: ranks compute on the CPU"
         yield Finding("devices", "GPUs", UNCHECKED, words)
@@ -89,7 +90,7 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         words = f"the driver shows {gpus}, but torch {torch.__version__}, {build}, cannot use them"
         fix = "install a torch that fits the driver (pytorch.org), or a newer driver; or take --accelerator cpu"
-        yield found("devices", "GPUs", words, fix, bad=RED)
+        yield conclude("devices", "GPUs", words, fix, bad=RED)
 
 
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
@@ -97,29 +98,29 @@ def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
     memory = hardware.asked("nvmlDeviceGetMemoryInfo", hardware.nvml_handle(gpu.uuid))
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
     words, fix = f"{gpu.name}, {shown(gpu.memory_bytes, 'bytes')}, {shown(free_bytes, 'bytes')} free", ""
-    if free_bytes < _TAKEN * gpu.memory_bytes:
+    if free_bytes < _MIN_FREE_SHARE * gpu.memory_bytes:
         words += ": another program holds most of its memory"
         fix = "end it (nvidia-smi lists programs), or take other GPUs with --gpus"
-    return found("devices", f"GPU {index}", words, fix, value=free_bytes, unit="bytes")
+    return conclude("devices", f"GPU {index}", words, fix, value=free_bytes, unit="bytes")
 
 
 def network(address: str, *, by_name: bool) -> Iterator[Finding]:
-    """Yield findings on this host's interface and name. `by_name`: other hosts find this one by its name."""
+    """Yield findings on this host's interface and name. `by_name`: other hosts resolve its name."""
     interface = next((name for name, addresses in hosts.interfaces().items() if address in addresses), "no interface")
-    yield found("network", "interface", f"{interface} {address}")
+    yield conclude("network", "interface", f"{interface} {address}")
     name, addresses = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):
-        addresses = [str(where[0]) for *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        addresses = [str(entry[0]) for *_, entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     words, fix = f"{name} resolves to {', '.join(dict.fromkeys(addresses))}", ""
     if not addresses or (by_name and hosts.is_loopback(addresses)):
         if not addresses:
             words = f"{name} does not resolve; torchrun and other tools need it"
         fix = f"add a line to /etc/hosts: {address} {name} (in place of another one), or name an --interface"
-    yield found("network", "host name", words, fix, bad=RED if by_name else YELLOW)
+    yield conclude("network", "host name", words, fix, bad=RED if by_name else YELLOW)
 
 
 def output(folder: Path, name: str) -> Iterator[Finding]:
-    """Yield findings on writing into `folder`, or its nearest existing parent. Leaves a file `name` there."""
+    """Yield findings on writing into `folder`, or its nearest existing parent; leave a file `name` there."""
     base = existing(folder)
     try:
         with open(base / name, "xb", buffering=0, opener=unlinked) as file:
@@ -129,22 +130,22 @@ def output(folder: Path, name: str) -> Iterator[Finding]:
         with contextlib.suppress(OSError):
             (base / name).unlink()
         fix = "give another folder as --output, or make it writable, with room in it"
-        yield found("disk", "output", f"{base} cannot be written: {error.strerror}", fix, bad=RED)
+        yield conclude("disk", "output", f"{base} cannot be written: {error.strerror}", fix, bad=RED)
     else:
         yield judge_space(base, _free_bytes(base))
 
 
 def judge_space(base: Path, free_bytes: int) -> Finding:
-    """Return whether checkpoints find room."""
+    """Return a finding on the room for checkpoints."""
     words, fix = f"{shown(free_bytes, 'bytes')} free in {base}", ""
     if free_bytes < _ROOMY_BYTES:
         words += f": three checkpoints of a ResNet-50 take {shown(3 * _CHECKPOINT_BYTES, 'bytes')}, larger models more"
         fix = "make room, or give an --output elsewhere"
-    return found("disk", "free space", words, fix, value=free_bytes, unit="bytes")
+    return conclude("disk", "free space", words, fix, value=free_bytes, unit="bytes")
 
 
 def shared(folder: Path, name: str, wait_s: float = _APPEARS_S) -> Iterator[Finding]:
-    """Yield whether rank 0's file of `output` is soon seen here."""
+    """Yield whether the file that rank 0 wrote in `output` appears here soon."""
     path, deadline = existing(folder) / name, time.monotonic() + wait_s
     while not (is_seen := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -152,7 +153,7 @@ def shared(folder: Path, name: str, wait_s: float = _APPEARS_S) -> Iterator[Find
     if not is_seen:
         words = f"{path.parent} is another folder here than on rank 0, which alone writes checkpoints: no resuming here"
         fix = "give an --output on a disk that all nodes mount; --init-method file:// needs one as well"
-    yield found("disk", "shared", words, fix)
+    yield conclude("disk", "shared", words, fix)
 
 
 def data(folder: Path) -> Iterator[Finding]:
@@ -162,7 +163,7 @@ def data(folder: Path) -> Iterator[Finding]:
         os.scandir(folder).close()
     except OSError as error:
         words, fix = f"{folder} cannot be read: {error.strerror}", "give one that this user can read here as --data-dir"
-    yield found("disk", "data", words, fix)
+    yield conclude("disk", "data", words, fix)
 
 
 def existing(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The examination: its probes, their order and their ranks.
+"""Run the doctor's probes on their ranks, in order.
 
 Each rank probes its own devices, and one rank of each host probes the host; probes of pairs or of all run together.
 After each part the ranks exchange their results over the board. Rank 0 judges.
@@ -17,7 +17,7 @@ from ..config.schema import ParallelConfig, RunConfig
 from ..launchers import hosts, rank
 from ..launchers.devices import visible_gpus
 from ..world.topology import Topology
-from .finding import RED, UNCHECKED, Finding, Probe, found, look, merged
+from .finding import RED, UNCHECKED, Finding, Probe, conclude, look, merged
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..world.world import World
 
 _PROBE_PART = 1 / 3
-"""Of --stall-timeout, for one thing that may hang."""
+"""The share of --stall-timeout for one probe that may hang."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class Report:
 
 @dataclass(frozen=True)
 class Examination:
-    """The entry of every rank, which forms the world itself, if possible."""
+    """The entry of every rank. It forms the world itself, if possible."""
 
     output: Path
     """Absolute, as `data`."""
     data: Path | None
     chosen_cpu: bool
     """Whether ranks compute on the CPU by the user's choice."""
-    tell: Callable[[Report], None]
-    """Called on rank 0 where ranks fell silent: a wait for all of them would never end."""
+    print_report: Callable[[Report], None]
+    """Called on rank 0 if ranks fell silent: a wait for all of them would never end."""
 
     def __call__(self, config: RunConfig, world: World) -> Any:
         raise AssertionError("the launchers let this entry form its own world")
 
     def before_world(self, config: RunConfig, topology: Topology, device: torch.device, store: Store) -> Report:
-        """Run all probes, and return the report (*collective*)."""
-        # Here, since it imports torch, and the process that starts ranks does not.
+        """Run all probes; return the report (*collective*)."""
+        # A late import: it imports torch, which the process that starts ranks does without.
         from .together import SilentRankError
 
         findings, names = list[Finding](), ["?"] * topology.size
@@ -63,9 +63,9 @@ class Examination:
             self._examine(config.parallel, topology, device, store, findings, names)
         except SilentRankError as error:
             fix = "see whether it was stopped, and what its host is busy with; end it before a job starts"
-            findings.append(found("collectives", "ranks", str(error).removesuffix("."), fix, bad=RED))
+            findings.append(conclude("collectives", "ranks", str(error).removesuffix("."), fix, bad=RED))
             if topology.is_main:
-                self.tell(Report(tuple(merged(findings)), tuple(names), device.type))
+                self.print_report(Report(tuple(merged(findings)), tuple(names), device.type))
             raise
         return Report(tuple(merged(findings)), tuple(names), device.type)
 
@@ -78,7 +78,7 @@ class Examination:
         findings: list[Finding],
         names: list[str],
     ) -> None:
-        """Add to the `findings`, and replace the `names` by those of the ranks' hosts."""
+        """Extend `findings`, and replace `names` by the ranks' host names."""
         from .._torch import PrefixStore
         from . import alone, together
 
@@ -90,8 +90,8 @@ class Examination:
         probes: list[tuple[str, str, Probe]] = []
         if not is_cpu:
             chosen = list(parallel.gpu_indices or range(len(seen.gpus)))[: parallel.devices]
-            own = chosen if parallel.drives_all else [device.index]
-            probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(index, seen.gpus[index]) for index in own]))
+            indices = chosen if parallel.drives_all else [device.index]
+            probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(index, seen.gpus[index]) for index in indices]))
         if topology.local_rank == 0:
             gpus, by_name = len(seen.gpus), topology.nodes > 1 and not interface
             probes += [
@@ -109,7 +109,7 @@ class Examination:
         if topology.size > 1 and reached.state != RED:
             findings += together.judge(together.compute(topology, device, store, board, parallel.collectives), names)
         else:
-            why = (
+            reason = (
                 "not all ranks are reached" if topology.size > 1 else "one rank; lockstep doctor --devices 2 starts two"
             )
-            findings.append(Finding("collectives", "all-reduce", UNCHECKED, f"not tried: {why}"))
+            findings.append(Finding("collectives", "all-reduce", UNCHECKED, f"not tried: {reason}"))

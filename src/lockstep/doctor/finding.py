@@ -9,7 +9,7 @@ from ..monitor.bounded import Late, within
 from ..monitor.failures import one_line
 
 GREEN, YELLOW, RED, UNCHECKED = "green", "yellow", "red", "unchecked"
-"""Fine; a job runs, but slowly or at a risk; no job can run; not looked at, for a reason in words."""
+"""Fine; a job runs, but slowly or at a risk; no job can run; not examined, with the reason in words."""
 GROUPS = ("host", "devices", "network", "collectives", "disk")
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -24,7 +24,7 @@ _UNITS: dict[str, dict[str, float]] = {
 class Finding:
     """The result of one probe; `value` is in `unit`.
 
-    `ranks` are those with this result, one for each host in findings on hosts; none in findings on all together.
+    `ranks` have this result: one per host for a finding on hosts, none for a joint finding.
     """
 
     group: str
@@ -40,7 +40,7 @@ class Finding:
 Probe = Callable[[], Iterable[Finding]]
 
 
-def found(
+def conclude(
     group: str, name: str, words: str, fix: str = "", *, bad: str = YELLOW, value: float | None = None, unit: str = ""
 ) -> Finding:
     """Return a finding: green without a `fix`, else `bad`."""
@@ -53,10 +53,10 @@ def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW
         return within(limit_s, lambda: list(probe()), f"doctor {name}")
     except Late:
         fix = "find out what hangs: a network disk, a name server, a driver, an import"
-        return [found(group, name, f"the system gave no answer within {limit_s:g} s", fix, bad=hung)]
+        return [conclude(group, name, f"the system gave no answer within {limit_s:g} s", fix, bad=hung)]
     except Exception as error:
         fix = "look by hand: whether it keeps a job from running is not known"
-        return [found(group, name, f"it could not be looked at: {one_line(error)}", fix)]
+        return [conclude(group, name, f"it could not be looked at: {one_line(error)}", fix)]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -1,8 +1,8 @@
 """Joint findings of ranks: silent ranks, closed ports, slow sums, changed bytes.
 
-Ranks exchange them through torch's store: a process group is of no use after one rank has stayed away from a
-collective. Bandwidth is that of the bus, 2 (N − 1) / N × bytes ÷ time: the load of each link of a ring, which does not
-depend on N (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+Ranks exchange them through torch's store: a process group is useless after a rank has missed a collective. Bandwidth
+is bus bandwidth, 2 (N − 1) / N × bytes ÷ time: the load of each link of a ring, independent of N
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ..monitor.keys import Keys
 from ..world.topology import Topology
 from ..world.world import World
 from . import alone
-from .finding import KIB, MIB, RED, UNCHECKED, Finding, found, look, shown
+from .finding import KIB, MIB, RED, UNCHECKED, Finding, conclude, look, shown
 
 _CONNECT_S = 3.0
-"""For one connection: a network of the whole earth answers in a third of a second, a firewall that drops, never."""
-_AT_ONCE, _NAMED = 32, 4
+"""For one connection: any host on earth answers in a third of a second; a firewall that drops packets never does."""
+_AT_ONCE, _MOST_PAIRS = 32, 4
 
 _SIZES = {
     "cpu": {512: 100, 64 * KIB: 30, MIB: 9, 16 * MIB: 5, 64 * MIB: 3},
     "cuda": {512: 50, MIB: 20, 16 * MIB: 10, 128 * MIB: 7, 512 * MIB: 5},
 }
-"""{bytes: how often}; of the times the mean is taken: in a training, too, some messages wake a rank late, and count."""
+"""{bytes: runs}. The result is the mean: in training, too, messages that wake a rank late count."""
 _GATHERED_BYTES, _GATHERS = 512, 100
-"""Of each rank, as BatchNorm's statistics of some channels, and how often."""
+"""Bytes per rank, as for BatchNorm's statistics of some channels, and the number of runs."""
 _BESIDE = {"cpu": (MIB, 256), "cuda": (16 * MIB, 2048)}
-"""(bytes, size of square matrices) of an all-reduce and of the computation beside it."""
+"""(bytes of an all-reduce, width of the square matrices multiplied meanwhile)."""
 _BESIDE_RUNS = 7
-_MOST_S = 1.0  # for one size: as often as that allows; where once would be too long, it and those above are left out
+_MOST_S = 1.0  # for all runs of one size; a size whose single run takes longer ends the table
 
 
 class SilentRankError(RunError):
@@ -56,21 +56,21 @@ class SilentRankError(RunError):
 
 
 class Board:
-    """The ranks' posts, topic by topic, in the same order on each."""
+    """The ranks' posts by topic, in the same order on every rank."""
 
     def __init__(self, store: Store, rank: int, size: int, patience_s: float) -> None:
-        """After `patience_s` a probe of all ranks has failed; after twice that, a rank that posts nothing."""
+        """A joint probe fails after `patience_s`; a rank without a post fails after twice that."""
         self.rank, self.size, self.patience_s = rank, size, patience_s
         self._keys = Keys(store, "board", limit_s=patience_s)
 
-    def all(self, topic: str, mine: Any) -> list[Any]:
-        """Post `mine`; return the posts of all ranks under `topic` (*collective*).
+    def all(self, topic: str, post: Any) -> list[Any]:
+        """Post `post`; return the posts of all ranks under `topic` (*collective*).
 
-        Raises `SilentRankError` for ranks without a post, and `RankLostError` where the store has gone.
+        Raises `SilentRankError` for ranks without a post, and `RankLostError` if the store is gone.
         """
         places = [f"{topic}/{rank}" for rank in range(self.size)]
         try:
-            self._keys.write(places[self.rank], json.dumps(mine))
+            self._keys.write(places[self.rank], json.dumps(post))
             posts = self._keys.await_all(places, 2 * self.patience_s)
             silent = [] if posts else [rank for rank, place in enumerate(places) if not self._keys.check([place])]
         except RuntimeError as error:
@@ -81,21 +81,21 @@ class Board:
             raise SilentRankError(f"{ranks_in_short(silent)} fell silent at {topic}: no answer {waited}.")
         return [json.loads(post) for post in posts]
 
-    def findings(self, topic: str, mine: Iterable[Finding]) -> list[Finding]:
-        """Return the findings of all ranks, each as that rank's (*collective*)."""
-        posts = self.all(topic, [asdict(finding) for finding in mine])
+    def findings(self, topic: str, findings: Iterable[Finding]) -> list[Finding]:
+        """Return the findings of all ranks, with their ranks (*collective*)."""
+        posts = self.all(topic, [asdict(finding) for finding in findings])
         return [Finding(**{**fields, "ranks": (rank,)}) for rank, post in enumerate(posts) for fields in post]
 
 
 def reach(address: str, board: Board, names: Sequence[str]) -> Finding:
-    """Return whether ranks reach one another; this one is at `address` (*collective*)."""
+    """Return whether ranks reach one another; `address` is this rank's (*collective*)."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN) as server:
         places = board.all("ports", server.getsockname()[:2])
-        others = [rank for rank in range(board.size) if rank != board.rank]
+        peers = [rank for rank in range(board.size) if rank != board.rank]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            obstacles = [*pool.map(lambda rank: visit(*places[rank]), others)]
-        rows = board.all("visits", [*zip(others, obstacles, strict=True)])
+            obstacles = [*pool.map(lambda rank: visit(*places[rank]), peers)]
+        rows = board.all("visits", [*zip(peers, obstacles, strict=True)])
     visits = {(start, end): obstacle for start, row in enumerate(rows) for end, obstacle in row}
     return judge_visits(visits, [host for host, _ in places], names)
 
@@ -114,33 +114,33 @@ def visit(address: str, port: int, limit_s: float = _CONNECT_S) -> str:
 def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Sequence[str], names: Sequence[str]) -> Finding:
     """Return the finding on the visits {(from rank, to rank): trouble}."""
     if not visits:
-        return Finding("network", "ports", UNCHECKED, "one rank: nobody to reach")
+        return Finding("network", "ports", UNCHECKED, "one rank: no other to reach")
     blocked = [
         f"rank {start} ({names[start]}) does not reach rank {end} ({names[end]}) at {addresses[end]}: {trouble}"
         for (start, end), trouble in visits.items()
         if trouble
     ]
     if not blocked:
-        return found("network", "ports", "each two ranks connect, both ways")
-    more = f"; and {len(blocked) - _NAMED} pairs more" if blocked[_NAMED:] else ""
+        return conclude("network", "ports", "each two ranks connect, both ways")
+    overflow = f"; and {len(blocked) - _MOST_PAIRS} pairs more" if blocked[_MOST_PAIRS:] else ""
     start, end = next(pair for pair, trouble in visits.items() if trouble)
     rule = f"iptables -I INPUT -s {addresses[start]} -p tcp -j ACCEPT"
     fix = f"let TCP from {addresses[start]} into {names[end]}, all ports above 1023: {rule}"
-    return found("network", "ports", "; ".join(blocked[:_NAMED]) + more, fix, bad=RED)
+    return conclude("network", "ports", "; ".join(blocked[:_MOST_PAIRS]) + overflow, fix, bad=RED)
 
 
 def compute(topology: Topology, device: torch.device, store: Store, board: Board, collectives: str) -> list[Any]:
-    """Return each rank's results of computing together, for `judge` (*collective*).
+    """Return each rank's results of joint computations, for `judge` (*collective*).
 
-    `collectives` says how CPU tensors are to be exchanged.
+    `collectives` selects the exchange of CPU tensors.
     """
     worlds: list[World] = []
     limit_s, group = board.patience_s, PrefixStore("group", store)
 
     def work() -> dict[str, Any]:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # which each thread has its own of
-        # torch's own limit, which on a GPU ends the process, comes after ours.
+            torch.cuda.set_device(device)  # the current device is per thread
+        # torch's limit, which on a GPU ends the process, must come after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
         way = f"by gloo: {world.shared_memory_reason}" if world.memory is None else "through shared memory"
         few = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=device)
@@ -149,14 +149,14 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
             "rows": _measure(world),
             "gather_s": _slowest_s(world, lambda: world.stack(few), _GATHERS),
             "beside": _beside(world),
-            "changed": _changed(world),
+            "changed": _find_corrupted(world),
         }
 
     try:
-        mine = bounded.within(limit_s, work, "all-reduce")
-    except Exception as error:  # a rank that waits for another, or has lost it, knows less than that one
-        mine = {"error": one_line(error), "is_echo": isinstance(error, bounded.Late) or is_echo(error)}
-    results = board.all("all-reduce", mine)
+        result = bounded.within(limit_s, work, "all-reduce")
+    except Exception as error:  # a rank that waits for another, or lost it, knows less than the other
+        result = {"error": one_line(error), "is_echo": isinstance(error, bounded.Late) or is_echo(error)}
+    results = board.all("all-reduce", result)
     for world in worlds:
         close_soon(world)
     return results
@@ -177,10 +177,10 @@ def _measure(world: World) -> list[tuple[int, float]]:
 
 
 def _beside(world: World) -> float | None:
-    """Return the cost of a second of computation beside an all-reduce (*collective*).
+    """Return the cost of overlapping computation with an all-reduce, 0 to 1 (*collective*).
 
-    0 where each runs as if alone; 1 where nothing is gained, as where both need the same processor. None where ranks
-    share memory, and do not compute meanwhile.
+    0: both run at full speed. 1: overlap saves no time, as if both need the same processor. None: ranks that exchange
+    through shared memory do not compute meanwhile.
     """
     if world.device.type == "cpu" and world.memory is not None:
         return None
@@ -205,18 +205,18 @@ def _beside(world: World) -> float | None:
     return min(1.0, max(0.0, both_s - max(exchange_s, compute_s)) / min(exchange_s, compute_s))
 
 
-def _changed(world: World) -> list[int]:
-    """Return the ranks whose bytes arrived here changed (*collective*)."""
-    count = min(16 * MIB, 512 * MIB // world.size)  # to each, and to all together
+def _find_corrupted(world: World) -> list[int]:
+    """Return the ranks whose bytes arrived here corrupted (*collective*)."""
+    count = min(16 * MIB, 512 * MIB // world.size)  # per rank, and in total
 
     def sent_by(rank: int) -> torch.Tensor:
-        drawn = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
-        return drawn.to(world.device)
+        values = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+        return values.to(world.device)
 
-    mine = sent_by(world.rank).repeat(world.size)
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=world.group)
-    return [rank for rank, each in enumerate(theirs.view(world.size, -1)) if not torch.equal(each, sent_by(rank))]
+    sent = sent_by(world.rank).repeat(world.size)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=world.group)
+    return [rank for rank, chunk in enumerate(received.view(world.size, -1)) if not torch.equal(chunk, sent_by(rank))]
 
 
 def _slowest_s(world: World, work: Callable[[], object], runs: int) -> float:
@@ -237,27 +237,27 @@ def judge(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterato
     causes = {rank: result for rank, result in failures.items() if not result["is_echo"]} or failures
     for rank, result in causes.items():
         fix = "see what that rank printed; NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL make it say more"
-        yield found("collectives", "all-reduce", f"rank {rank} ({names[rank]}): {result['error']}", fix, bad=RED)
+        yield conclude("collectives", "all-reduce", f"rank {rank} ({names[rank]}): {result['error']}", fix, bad=RED)
     if failures:
         return
-    yield found("collectives", "all-reduce", results[0]["way"])
+    yield conclude("collectives", "all-reduce", results[0]["way"])
     for size_bytes, time_s in results[0]["rows"]:
         rate = 2 * (len(results) - 1) / len(results) * size_bytes / time_s
         words = shown(time_s, "s") + (f", bus {shown(rate, 'bytes/s')}" if size_bytes >= KIB else "")
-        yield found("collectives", f"all-reduce {shown(size_bytes, 'bytes')}", words, value=time_s, unit="s")
+        yield conclude("collectives", f"all-reduce {shown(size_bytes, 'bytes')}", words, value=time_s, unit="s")
     name, gather_s = f"all-gather {shown(_GATHERED_BYTES, 'bytes')}", results[0]["gather_s"]
-    yield found("collectives", name, shown(gather_s, "s"), value=gather_s, unit="s")
+    yield conclude("collectives", name, shown(gather_s, "s"), value=gather_s, unit="s")
     if (beside := results[0]["beside"]) is not None:
         words = f"{1 - beside:.0%} of the shorter one's time is gained"
-        yield found("collectives", "computation beside all-reduce", words, value=beside, unit="s/s")
+        yield conclude("collectives", "computation beside all-reduce", words, value=beside, unit="s/s")
     pairs = ", ".join(
         f"rank {source} to rank {rank} ({names[rank]})"
-        for rank, each in enumerate(results)
-        for source in each["changed"]
+        for rank, result in enumerate(results)
+        for source in result["changed"]
     )
-    fix = "let no job run there: dmesg (Xid) and nvidia-smi -q tell more of a faulty card, seat or IOMMU (PCIe ACS)"
+    fix = "let no job run there: dmesg (Xid) and nvidia-smi -q show a faulty card, slot or IOMMU (PCIe ACS)"
     words = f"they arrive with other bits: {pairs}" if pairs else "they arrive unchanged at each rank"
-    yield found("collectives", "bytes sent", words, fix if pairs else "", bad=RED)
+    yield conclude("collectives", "bytes sent", words, fix if pairs else "", bad=RED)
 
 
 def folder(path: Path, board: Board, limit_s: float) -> list[Finding]:

@@ -26,7 +26,7 @@ def widths(depth: int, alpha: int, *, reference: bool = False) -> list[int]:
     Rounding takes halves to the even number. `reference` leaves out the last block of each stage, at the same pace.
     """
     blocks = (depth - 2) // (2 * STAGES)
-    # Exact, so that no width hangs on how a sum of floats was rounded.
+    # Exact, so that no width depends on the rounding of floats.
     rate = Fraction(alpha, STAGES * blocks)
     return [round(STEM_WIDTH + rate * block) for block in range(STAGES * (blocks - reference) + 1)]
 

@@ -61,12 +61,12 @@ class ResNet(nn.Module):
         channels = widths[0]
         self.stages = nn.Sequential()
         for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
-            made = nn.Sequential()
+            blocks_of_stage = nn.Sequential()
             for position in range(count):
                 stride = 2 if stage > 0 and position == 0 else 1
-                made.append(block := Block(channels, width, stride, bottleneck=bottleneck))
+                blocks_of_stage.append(block := Block(channels, width, stride, bottleneck=bottleneck))
                 channels = block.outputs
-            self.stages.append(made)
+            self.stages.append(blocks_of_stage)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(channels, classes)
         initialise(self)

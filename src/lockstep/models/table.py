@@ -2,10 +2,10 @@
 
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
    the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
-2. A name of ours: those of `OURS`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
+2. A builtin network: the names of `BUILTIN`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
    leaves out one block a stage. Stems are those for small images.
 3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
-   also where the plain name is ours: `torchvision.resnet50` is the net with the stem for ImageNet.
+   also if the plain name is builtin: `torchvision.resnet50` is the net with the stem for ImageNet.
 
 Torch is imported only by `build_for`, torchvision only for names that are not ours: `--help` answers at once.
 """
@@ -30,20 +30,20 @@ _HINT = "lockstep info lists models; your own goes with module:attribute."
 _PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?")
 
 _PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-reference")
-OURS = {
+BUILTIN = {
     "convnet-small": ("small", "ConvNet"),
     "mlp": ("small", "mlp"),
-    **{f"pyramidnet-{each}": ("pyramidnet", "PyramidNet") for each in _PYRAMIDNETS},
+    **{f"pyramidnet-{variant}": ("pyramidnet", "PyramidNet") for variant in _PYRAMIDNETS},
     **{name: ("resnet", name) for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }
 """{name: (file of this package, callable in it)}"""
 
 
 def preflight(name: str) -> None:
-    """Raise `RequestError` where no network has that name."""
+    """Raise `RequestError` if no network has that name."""
     if ":" in name:
         user_code.check("--model", name)
-    elif _ours(name) is None:
+    elif _find_builtin(name) is None:
         _torchvision_name(name)
 
 
@@ -52,30 +52,30 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
     The network is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` for other names.
     """
-    # What is no image has features where an image has channels.
+    # Samples other than images have features in place of channels.
     sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
-    given = {"classes": classes, **sides, "shape": shape}
+    arguments = {"classes": classes, **sides, "shape": shape}
     if ":" in name:
-        return _build_own(name, given)
-    if (ours := _ours(name)) is None:
+        return _build_own(name, arguments)
+    if (builtin := _find_builtin(name)) is None:
         plain = _torchvision_name(name)
         _check_image(name, shape)
         return torchvision.build(plain, classes, shape)
-    file, attribute, options = ours
+    file, attribute, options = builtin
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
-    arguments = _accepted(builder, given)
-    if "shape" not in arguments:
+    accepted = _accepted(builder, arguments)
+    if "shape" not in accepted:
         _check_image(name, shape)
-    model: nn.Module = builder(**options, **arguments)
+    model: nn.Module = builder(**options, **accepted)
     return model
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
     """Return torchvision's weights of `name`: their label, and tensors by name.
 
-    Raises `RequestError` where torchvision has none, or they can neither be found nor downloaded.
+    Raises `RequestError` if torchvision has none, or they are neither on disk nor downloadable.
     """
-    if ":" in name or _ours(name):
+    if ":" in name or _find_builtin(name):
         raise RequestError(
             f"--init-from pretrained belongs to torchvision's models, and --model {name} is none; take one, such as "
             "torchvision.resnet18, or give a file of weights."
@@ -83,8 +83,8 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
     return torchvision.pretrained(_torchvision_name(name))
 
 
-def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
-    """Return (module, callable, options) of our network `name`; None for other names."""
+def _find_builtin(name: str) -> tuple[str, str, dict[str, int]] | None:
+    """Return (module, callable, options) of the builtin network `name`; None for other names."""
     options: dict[str, int] = {}
     if match := _PYRAMIDNET.fullmatch(name):
         depth, alpha, reference = int(match[1]), int(match[2]), bool(match[3])
@@ -96,19 +96,19 @@ def _ours(name: str) -> tuple[str, str, dict[str, int]] | None:
                 f"use {below} or {below + 6}."
             )
         options = {"depth": depth, "alpha": alpha, "reference": reference}
-    elif name not in OURS:
+    elif name not in BUILTIN:
         return None
-    file, attribute = OURS.get(name, ("pyramidnet", "PyramidNet"))
+    file, attribute = BUILTIN.get(name, ("pyramidnet", "PyramidNet"))
     return file, attribute, options
 
 
 def _torchvision_name(name: str) -> str:
-    plain, theirs = name.removeprefix(_PREFIX), torchvision.names()
-    if plain in theirs:
+    plain, classifiers = name.removeprefix(_PREFIX), torchvision.names()
+    if plain in classifiers:
         return plain
     if name.startswith(_PREFIX):
-        raise unknown("model", name, [_PREFIX + each for each in theirs], _HINT)
-    raise unknown("model", name, {*OURS, *theirs}, _HINT)
+        raise unknown("model", name, [_PREFIX + classifier for classifier in classifiers], _HINT)
+    raise unknown("model", name, {*BUILTIN, *classifiers}, _HINT)
 
 
 def _check_image(name: str, shape: tuple[int, ...]) -> None:
@@ -119,26 +119,27 @@ def _check_image(name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _build_own(name: str, given: dict[str, Any]) -> nn.Module:
+def _build_own(name: str, arguments: dict[str, Any]) -> nn.Module:
     from torch import nn
 
     builder = user_code.load("--model", name)
-    arguments = _accepted(builder, given)
-    call = f"--model {name}, called with ({', '.join(f'{key}={value}' for key, value in arguments.items())}),"
+    accepted = _accepted(builder, arguments)
+    call = f"--model {name}, called with ({', '.join(f'{key}={value}' for key, value in accepted.items())}),"
     try:
-        model = builder(**arguments)
+        model = builder(**accepted)
     except Exception as error:
         raise RequestError(f"{call} {user_code.raised(error)}.") from error
     if not isinstance(model, nn.Module):
-        found = "None" if model is None else f"a {type(model).__name__}"
-        raise RequestError(f"{call} returned {found}; it must return an nn.Module.")
+        result = "None" if model is None else f"a {type(model).__name__}"
+        raise RequestError(f"{call} returned {result}; it must return an nn.Module.")
     return model
 
 
-def _accepted(builder: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments `given` that `builder` names, or may hand on."""
+def _accepted(builder: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the `arguments` that `builder` names, or may pass on."""
     parameters = inspect.signature(builder).parameters.values()
-    named = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = {parameter.name for parameter in parameters if parameter.kind in kinds}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named |= given.keys() - {"shape"}
-    return {key: value for key, value in given.items() if key in named}
+        names |= arguments.keys() - {"shape"}
+    return {key: value for key, value in arguments.items() if key in names}

@@ -10,7 +10,7 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_INSTEAD = "one of our own models (lockstep info lists them)"
+_INSTEAD = "one of lockstep's models (lockstep info lists them)"
 # These two return auxiliary logits beside the logits unless told otherwise, and warn unless told how to initialise.
 _PLAIN_LOGITS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 

@@ -1,7 +1,7 @@
 """Trial pass before training: can the network's output be scored?
 
-A user's own model may return what its last project needed: auxiliary logits, a dictionary, ten outputs for a hundred
-classes. The loss would raise inside torch, and on a GPU only as a device-side assertion.
+A user's model may return auxiliary logits, a dictionary, or ten outputs for a hundred classes. The loss would raise
+inside torch, and on a GPU only as a device-side assertion.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..errors import RequestError
 from .modes import evaluating
 
 _SAMPLES = 2
-"""Two, since a model that squeezes its output loses the batch's dimension of one sample, and of no other."""
+"""Two: a model that squeezes its output loses the batch dimension of a single sample."""
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError, AssertionError)
-"""Errors that layers raise for samples that they were not made for."""
+"""Errors that layers raise for samples of the wrong kind."""
 
 
 def check(name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise `RequestError` where `model` gives no (N, at least `classes`) scores.
+    """Raise `RequestError` unless `model` returns (N, at least `classes`) scores.
 
-    The samples have this shape and dtype. Statistics stay as they are, and dropout draws nothing. Call under the
-    autocast of training, if any.
+    The samples have this shape and dtype. Statistics stay unchanged, and dropout draws nothing. Call under the autocast
+    of training, if any.
     """
-    device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     with evaluating(model), torch.no_grad():
         try:
             scores = model(torch.zeros((_SAMPLES, *shape), dtype=dtype, device=device))
@@ -37,15 +37,15 @@ def check(name: str, model: nn.Module, *, classes: int, shape: tuple[int, ...], 
         except _UNFIT as error:
             raise RequestError(
                 f"--model {name} cannot take this data set's samples, {dtype} of shape {shape}: it "
-                f"{user_code.raised(error)}; give a model for such samples (arguments named classes, in_channels, "
-                "image_size and shape are told of them), or other data; torchvision's take --image-size 224."
+                f"{user_code.raised(error)}; give a model for such samples (its arguments classes, in_channels, "
+                "image_size and shape receive theirs), or other data; torchvision's take --image-size 224."
             ) from error
         _check_scores(name, scores, classes)
 
 
 def check_parts(name: str, model: nn.Module) -> None:
     """Raise `RequestError` for parts that cannot be placed or saved."""
-    if lazy := [key for key, held in model.named_parameters() if is_lazy(held)]:
+    if lazy := [key for key, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise RequestError(
             f"--model {name} has tensors whose shapes a first batch decides ({', '.join(lazy[:3])}); run a batch of "
             "zeros through it where it is made, so that they are known before training."
@@ -58,13 +58,13 @@ def check_parts(name: str, model: nn.Module) -> None:
 
 
 def _check_scores(name: str, scores: Any, classes: int) -> None:
-    found, is_fit = f"a {type(scores).__name__}", False
+    output, is_fit = f"a {type(scores).__name__}", False
     if isinstance(scores, Tensor):
-        found = f"{scores.dtype} of shape {tuple(scores.shape)}"
+        output = f"{scores.dtype} of shape {tuple(scores.shape)}"
         is_fit = scores.dim() == 2 and len(scores) == _SAMPLES and scores.shape[1] >= classes
     if not is_fit or not scores.is_floating_point():
         raise RequestError(
-            f"--model {name} returns {found} for {_SAMPLES} samples, and the loss needs one score for each sample and "
+            f"--model {name} returns {output} for {_SAMPLES} samples, and the loss needs one score for each sample and "
             f"class, of shape ({_SAMPLES}, {classes}); return the scores alone, from a last layer of {classes} outputs "
             "(an argument named classes is given the number), or train another task than classification by --step."
         )

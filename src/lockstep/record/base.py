@@ -10,17 +10,17 @@ Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and li
     log         once an interval: step, epoch, loss and lr (of that step), samples_per_s, step_s, data_wait_s, eta_s
                 (None where the run's length is not known), top1 (of the step's last micro-batch), and the telemetry
     evaluate    step, samples: an evaluation begins
-    eval        step, epoch, score, on (validation set or test set), top1, top5, loss, samples; a script's own numbers
-    checkpoint  step, path: of one that is synced to disk
+    eval        step, epoch, score, on (validation set or test set), top1, top5, loss, samples; a script's numbers
+    checkpoint  step, path; once it is synced to disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
-    values      step, epoch, and values by names of the user's own
+    values      step, epoch, and the user's values by name
     warning     text
     proof       checks so far, in the form of summary.json
     finish      the fields of summary.json
     failed      exit, error
 
 `Recorders` adds `time` to all but `steps`, in seconds since 1970 (UTC). Losses, accuracies and rates are reduced over
-the world; telemetry is rank 0's own. Accuracies are fractions, 0 to 1; epochs count from 0, steps from 1.
+the world; telemetry is rank 0's. Accuracies are fractions, 0 to 1; epochs count from 0, steps from 1.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Nothing(Recorder):
 
 
 class Epoch:
-    """Running means over the current epoch's steps, in order. `before` is the number of steps before it."""
+    """Running means over the steps of the current epoch, which begins after step `start`."""
 
-    def __init__(self, before: int = 0) -> None:
-        self._before, self._steps, self._loss, self._samples = before, 0, 0.0, 0
+    def __init__(self, start: int = 0) -> None:
+        self._start, self._steps, self._loss, self._samples = start, 0, 0.0, 0
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a step."""
@@ -62,18 +62,18 @@ class Epoch:
             self._loss = math.nan
 
     def means(self, step: int, epoch_s: float) -> dict[str, float]:
-        """Return the means of an epoch that ends with `step`. {} where another folder has some of its steps."""
-        if self._steps != step - self._before or not self._samples or not math.isfinite(self._loss) or not epoch_s > 0:
+        """Return the means of an epoch that ends with `step`; {} if another folder has some of its steps."""
+        if self._steps != step - self._start or not self._samples or not math.isfinite(self._loss) or not epoch_s > 0:
             return {}
         mean, rate = self._loss / self._samples, self._samples / epoch_s
         return {"epoch_loss": mean, "samples": self._samples, "epoch_samples_per_s": rate}
 
 
 class Recorders(Recorder):
-    """Passes each event to several recorders. Opens them at `start`: a refused run leaves its folder untouched.
+    """Passes each event to several recorders, opened at `start`: a refused run leaves its folder untouched.
 
-    A full disk does not stop training: where a recorder raises OSError, all get one warning. Our files catch up once
-    there is room.
+    A full disk does not stop training: if a recorder raises OSError, all get one warning. Our files catch up once there
+    is room.
     """
 
     def __init__(self, opens: Callable[[], tuple[list[Recorder], Epoch]]) -> None:
@@ -84,7 +84,7 @@ class Recorders(Recorder):
         self._failed: set[Recorder] = set()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Pass the event to each recorder. Adds its time, and at an epoch's end the means over its steps."""
+        """Pass the event to each recorder, with its time and at an epoch's end the means over its steps."""
         if event == "start":
             self._recorders, self._epoch = self._opens()
         elif event == "steps":
@@ -102,7 +102,7 @@ class Recorders(Recorder):
                 self._warn(recorder, error)
 
     def close(self) -> None:
-        """Close each recorder. Those still open record a warning for each that failed."""
+        """Close each recorder. Open recorders record a warning for a failed one."""
         while self._recorders:
             recorder = self._recorders.pop(0)
             try:
@@ -112,7 +112,7 @@ class Recorders(Recorder):
 
     def _warn(self, recorder: Recorder, error: OSError) -> None:
         if recorder not in self._failed:
-            self._failed.add(recorder)  # before the warning, in which others may fail in turn
-            why = error.strerror or error
-            text = f"{recorder} could not be written ({why}); training goes on, the record may have gaps."
+            self._failed.add(recorder)  # before the warning, on which other recorders may fail
+            reason = error.strerror or error
+            text = f"{recorder} could not be written ({reason}); training goes on, the record may have gaps."
             self.record("warning", text=text)

@@ -1,6 +1,6 @@
-"""Results of a run's checks. Each is a value: "proof" in `summary.json` and, readable, in `proof.md`.
+"""Results of a run's checks: "proof" in `summary.json` and, readable, in `proof.md`.
 
-A run writes its own checks when it ends (`record.manifest`); later commands add theirs (`add`).
+A run writes its checks when it ends (`record.manifest`); later commands add theirs (`add`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..files import parse_json, read, write_json, write_whole
 from ..printable import one_line
 
 SUMMARY, SHEET = "summary.json", "proof.md"
-OF_THE_MODEL = frozenset(("gradients", "curve"))  # checks that hold however far a run has come
+OF_THE_MODEL = frozenset(("gradients", "curve"))  # checks that hold at any step of a run
 BIT_FOR_BIT = "bit for bit"
 
 
@@ -36,10 +36,10 @@ class Check:
     claim: str  # a sentence without its full stop
     outcome: str  # HOLDS, FAILS or OPEN
     times: int = 0  # how often it was checked
-    tolerance: str = ""  # up to which things count as the same: "bit for bit", "exactly", "1e-09 relative"
-    found: str = ""  # what came out, or why nothing was checked, as a sentence without its full stop
-    at_step: int | None = None  # the last optimizer step that was checked, where the claim is about steps
-    cost_s: float | None = None  # on rank 0; None where that was not measured
+    tolerance: str = ""  # up to which values count as equal: "bit for bit", "exactly", "1e-09 relative"
+    found: str = ""  # the result, or why nothing was checked, as a sentence without its full stop
+    at_step: int | None = None  # the last optimizer step checked, for a claim about steps
+    cost_s: float | None = None  # on rank 0; None if not measured
 
     @property
     def fails(self) -> bool:
@@ -55,15 +55,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def from_json(held: Any) -> list[Check]:
-    """Return the checks of "proof" in a `summary.json`. Skips unknown fields of newer versions, and invalid checks."""
-    found = []
-    for each in held.values() if isinstance(held, dict) else ():
-        own = {key: each[key] for key in _KINDS if key in each} if isinstance(each, dict) else {}
-        is_whole = own.keys() >= {"name", "claim", "outcome"} and all(type(own[key]) in _KINDS[key] for key in own)
-        if is_whole and math.isfinite(own.get("cost_s") or 0):
-            found.append(Check(**own))
-    return found
+def from_json(proof: Any) -> list[Check]:
+    """Return the checks of "proof" in a `summary.json`. Skip unknown fields of newer versions, and invalid checks."""
+    checks = []
+    for fields in proof.values() if isinstance(proof, dict) else ():
+        values = {key: fields[key] for key in _KINDS if key in fields} if isinstance(fields, dict) else {}
+        has_types = all(type(value) in _KINDS[key] for key, value in values.items())
+        if has_types and values.keys() >= {"name", "claim", "outcome"} and math.isfinite(values.get("cost_s") or 0):
+            checks.append(Check(**values))
+    return checks
 
 
 def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
@@ -73,27 +73,27 @@ def by_name(checks: Iterable[Check]) -> dict[str, dict[str, Any]]:
 
 def sheet(title: str, checks: Sequence[Check]) -> str:
     """Return the checks as a page of Markdown."""
-    failed = sum(each.fails for each in checks)
-    judged = failed + sum(each.outcome == Check.HOLDS for each in checks)
+    failed = sum(check.fails for check in checks)
+    judged = failed + sum(check.outcome == Check.HOLDS for check in checks)
     verdict = f"{failed} {'is' if failed == 1 else 'are'} wrong" if failed else "all hold"
     rows = [
-        f"| {_cell(each.claim)} | **{_cell(each.outcome)}** | {each.times:,} | {_cell(each.tolerance) or '–'} | "
-        f"{'–' if each.cost_s is None else f'{each.cost_s:.2f} s'} |"
-        for each in checks
+        f"| {_cell(check.claim)} | **{_cell(check.outcome)}** | {check.times:,} | {_cell(check.tolerance) or '–'} | "
+        f"{'–' if check.cost_s is None else f'{check.cost_s:.2f} s'} |"
+        for check in checks
     ]
     lines = [
-        *(f"# What is proved of {_cell(title)}", ""),
+        *(f"# Proofs for {_cell(title)}", ""),
         *(f"Of {counted(judged, 'claim')} checked, {verdict}." if judged else "Nothing was checked.", ""),
         *("| what was checked | result | times | tolerance | cost |", "| --- | --- | --- | --- | --- |"),
         *rows,
         "",
-        *(f"- **{_cell(each.name)}** ({_cell(each.outcome)}): {_cell(each.found)}." for each in checks if each.found),
+        *(f"- **{_cell(c.name)}** ({_cell(c.outcome)}): {_cell(c.found)}." for c in checks if c.found),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _cell(text: str) -> str:
-    """Return a text for one table cell. One line, with cell borders and HTML tags escaped."""
+    """Return `text` for a table cell: one line, with cell borders and HTML tags escaped."""
     return re.sub(r"([|<])", r"\\\1", one_line(text))
 
 
@@ -104,12 +104,12 @@ def write(folder: Path, summary: Mapping[str, Any]) -> None:
     write_whole(folder / SHEET, page.encode(errors="backslashreplace"))
 
 
-def add(folder: Path, checks: Iterable[Check], **more: Any) -> None:
-    """Merge `checks` into the folder's summary.json and proof.md. Also the fields `more`, into the summary.
+def add(folder: Path, checks: Iterable[Check], **fields: Any) -> None:
+    """Merge `checks` into the folder's summary.json and proof.md, and `fields` into the summary.
 
-    A check replaces the one of its name. Raises OSError where the folder cannot be written, and ValueError where its
+    A check replaces the one of its name. Raises OSError if the folder cannot be written, and ValueError if its
     summary.json is damaged.
     """
     path = folder / SUMMARY
     summary: dict[str, Any] = parse_json(read(path)) if os.path.lexists(path) else {}
-    write(folder, summary | more | {"proof": (summary.get("proof") or {}) | by_name(checks)})
+    write(folder, summary | fields | {"proof": (summary.get("proof") or {}) | by_name(checks)})

@@ -4,8 +4,8 @@ On a terminal one line at the bottom moves, and results scroll by above it:
 
     epoch  2/10 ━━━━╸━━━━━━━━━━━━━━━━━━━━ loss 1.5541  train 78.4%  5,512 images/s  2 min 52 s left
 
-The bar goes to stderr, results to stdout. Without a terminal there is no control code, but a line at most every few
-seconds, and at the end of each epoch. The bar is drawn on `log` events alone: a thread would take time from training.
+The bar goes to stderr, results to stdout. Without a terminal, the output has no control codes: a line at most every few
+seconds, and at the end of each epoch. Only `log` events redraw the bar: a thread would take time from training.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..screen import Part, Screen, line
 from .base import Recorder
 from .checks import Check
 
-PLAIN_EVERY_S = 5.0  # between two lines where there is no terminal, at least: a day's run stays readable
+PLAIN_EVERY_S = 5.0  # at least, between two lines without a terminal: a day's run stays readable
 _DRAW_EVERY_S = 0.1  # one drawing of the bar takes about a millisecond
 
 
 class Notices(Recorder):
-    """Shows batch shares, warnings, and the end. For a script that prints the rest itself.
+    """Shows batch shares, warnings, and the end, for a script that prints the rest itself.
 
-    With --quiet shows only the last two, of any run, and the end goes to `out`.
+    With --quiet shows only warnings and the end, of any run; the end goes to `out`.
     """
 
     def __init__(self, out: Screen | None = None, *, quiet: bool = False) -> None:
@@ -64,9 +64,9 @@ class Notices(Recorder):
 
 
 class Terminal(Notices):
-    """Shows a run: results on `out`, warnings and a bar on `err`. The bar only if `live`.
+    """Shows a run: results on `out`, warnings and, if `live`, a bar on `err`.
 
-    Where both are the same terminal they must be the same console, or bar and results would draw over each other.
+    For one terminal, both must be the same console, or bar and results would overwrite each other.
     """
 
     def __init__(self, out: Screen, err: Screen, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +78,7 @@ class Terminal(Notices):
 
     @classmethod
     def detect(cls) -> Terminal:
-        """Return the terminal of this process. A bar if stderr is interactive, else plain lines."""
+        """Return the terminal of this process, with a bar if stderr is interactive."""
         err = Screen(stderr=True)
         shared = err.is_interactive and sys.stdout.isatty()
         return cls(err if shared else Screen(), err, live=err.is_interactive)
@@ -124,13 +124,13 @@ class Terminal(Notices):
         if fields.get("top1") is not None:
             parts.append(f"train {fields['top1']:.1%}")
         parts.append(f"{fields['samples_per_s']:,.0f} {_unit(self._run)}s/s")
-        if fields.get("eta_s"):  # nothing at the last step, nor where that is not known
+        if fields.get("eta_s"):  # absent at the last step, and if the length is unknown
             parts.append(f"{duration(fields['eta_s'])} left")
         epoch = self._epoch(fields)
         if self._bar is None:
             self._out.say("  ".join([epoch, self._step(fields), *parts, f"lr {fields['lr']:.4g}"]))
         else:
-            count = [] if self._run["total_steps"] else [f"{fields['step']:,}"]  # elsewhere the bar shows it
+            count = [] if self._run["total_steps"] else [f"{fields['step']:,}"]  # else the bar shows it
             self._numbers = "  ".join([*count, *parts])
             self._draw(completed=fields["step"], description=epoch, numbers=self._numbers)
 
@@ -149,8 +149,8 @@ class Terminal(Notices):
         self._draw(numbers=self._numbers)
         if not {"top1", "loss", "samples"} <= fields.keys():  # a script's own scores
             numbers = {name: value for name, value in fields.items() if name not in ("step", "epoch", "on", "time")}
-            told = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items() if value is not None)
-            self._out.say(f"{self._epoch(fields)}  {self._step(fields)}  {fields['on']}  {told}".rstrip())
+            scores = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items() if value is not None)
+            self._out.say(f"{self._epoch(fields)}  {self._step(fields)}  {fields['on']}  {scores}".rstrip())
             return
         self._out.say(
             f"{self._epoch(fields)}  {self._step(fields)}  ",
@@ -171,7 +171,7 @@ def _unit(run: Mapping[str, Any]) -> str:
 
 
 def _top5(fields: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    # Of five classes or fewer it is 100 %, whatever the model does.
+    # With five classes or fewer it is always 100 %.
     return f"  top-5 {fields['top5']:.2%}" if run.get("classes", 6) > 5 and fields.get("top5") is not None else ""
 
 
@@ -190,18 +190,18 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[
         best = f"  best {fields['best_top1']:.2%} (chosen on the {on}){_top5(fields, run)}"
         yield f"{on.removesuffix(' set')} accuracy ", (f"{fields['top1']:.2%}", "bold green"), best
         tests = {"last weights": fields.get("test"), "best weights": fields.get("test_best")}
-        told = [f"{scores['top1']:.2%} ({weights})" for weights, scores in tests.items() if scores]
+        scores_by_weights = [f"{scores['top1']:.2%} ({weights})" for weights, scores in tests.items() if scores]
         if on != "test set":
-            yield "test accuracy ", ("  ".join(told), "bold green")
-    held = {name: check["times"] for name, check in fields["proof"].items() if check["outcome"] == Check.HOLDS}
-    if held:
-        yield ("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in held.items()),)
+            yield "test accuracy ", ("  ".join(scores_by_weights), "bold green")
+    counts = {name: check["times"] for name, check in fields["proof"].items() if check["outcome"] == Check.HOLDS}
+    if counts:
+        yield ("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in counts.items()),)
     if fields["output"]:
         yield "written to ", (fields["output"], "cyan")
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` in readable units. 4.2 s, 3 min 12 s, 5 h 04 min, 2 d 3 h."""
+    """Return `seconds` in readable units: 4.2 s, 3 min 12 s, 5 h 04 min, 2 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, s = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
 """`steps.jsonl`: every event of the run, one JSON object a line. Floats keep every bit.
 
-Each event is one write: a killed process loses one interval at most, and only the last line can be cut. Lines that a
-full disk does not take wait in memory. `files.legal` defines the form of NaN and infinities.
+Each event is one write: a killed process loses one interval at most, and only the last line can be cut. On a full
+disk, lines wait in memory. `files.legal` defines the form of NaN and infinities.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JsonLines(Recorder):
         return self._name
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write the event as a line; `steps` as one line per row. Such a line's event is `step`."""
+        """Write the event as a line; `steps` as one line per row, with the event `step`."""
         rows = (
             [{"event": "step", **row} for row in fields["rows"]] if event == "steps" else [{"event": event, **fields}]
         )
@@ -47,7 +47,7 @@ def rewind(path: Path, *, step: int) -> Epoch:
 
     Removes events of later steps, events without a step that follow one, and a last line that a kill cut short.
     """
-    epoch, kept, beyond = Epoch(), list[bytes](), False
+    epoch, lines, beyond = Epoch(), list[bytes](), False
     if not path.exists():
         return epoch
     with understanding(path):
@@ -58,14 +58,14 @@ def rewind(path: Path, *, step: int) -> Epoch:
                 continue
             if not line.endswith(b"\n") or not isinstance(row, dict):
                 continue
-            at = row.get("step")
-            later = beyond if at is None else at > step
+            event_step = row.get("step")
+            later = beyond if event_step is None else event_step > step
             beyond = beyond or later
             if not later:
-                kept.append(line)
+                lines.append(line)
                 if row.get("event") == "epoch":
                     epoch = Epoch(row["step"])
                 elif row.get("event") == "step":
                     epoch.add(row)
-    write_whole(path, b"".join(kept))
+    write_whole(path, b"".join(lines))
     return epoch

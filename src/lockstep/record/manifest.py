@@ -1,4 +1,4 @@
-"""Write a run's manifest.json, summary.json and proof.md. How to repeat the run, and how it ended."""
+"""Write a run's manifest.json, summary.json and proof.md: how to repeat the run, and how it ended."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .result import RunResult
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of relevant packages. None for a missing one."""
-    # torch's own word: the package's metadata lacks the build, such as +cu130.
-    own = {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
-    return own | {name: version_of(name) for name in ("lockstep-torch", "torchvision", "numpy", "safetensors")}
+    """Return the versions of Python and of relevant packages; None for a missing one."""
+    # torch.__version__: the package's metadata lacks the build, such as +cu130.
+    built_in = {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
+    return built_in | {name: version_of(name) for name in ("lockstep-torch", "torchvision", "numpy", "safetensors")}
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of `folder`; None without git or a repository. Runs nothing that the repository configures."""
+    """Return the commit of `folder`; None without git or a repository. Run nothing that the repository configures."""
     command = ["git", "rev-parse", "--verify", "HEAD"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
@@ -47,7 +47,7 @@ def command_line(argv: list[str]) -> str:
 
 
 class Documents(Recorder):
-    """Writes manifest.json at the start, summary.json and proof.md at the end. Whole files, atomically."""
+    """Writes manifest.json at the start, summary.json and proof.md at the end, each atomically."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         """`facts` are the topology and the hardware, for the manifest."""
@@ -61,32 +61,32 @@ class Documents(Recorder):
 
     def record(self, event: str, **fields: Any) -> None:
         """Write the event's files, and keep its facts for the summary."""
-        known = self._so_far
+        result = self._so_far
         if event == "start":
             self._start(fields)
         elif event == "steps":
-            known["steps"] = fields["rows"][-1]["step"]
+            result["steps"] = fields["rows"][-1]["step"]
         elif event == "epoch":
-            known["epoch_s"].append(fields["epoch_s"])
+            result["epoch_s"].append(fields["epoch_s"])
         elif event == "proof":
-            known["proof"] = fields["checks"]
+            result["proof"] = fields["checks"]
         elif event == "eval":
-            known |= {name: fields[name] for name in ("top1", "top5", "loss", "samples") if name in fields}
+            result |= {name: fields[name] for name in ("top1", "top5", "loss", "samples") if name in fields}
             if "top1" in fields:
-                known["best_top1"] = max(known.get("best_top1", fields["top1"]), fields["top1"])
+                result["best_top1"] = max(result.get("best_top1", fields["top1"]), fields["top1"])
         elif event in ("finish", "failed"):
-            self._end(fields if event == "finish" else RunResult.unfinished(known) | fields)
+            self._end(fields if event == "finish" else RunResult.unfinished(result) | fields)
 
     def _start(self, fields: Mapping[str, Any]) -> None:
         self._first_step = fields["first_step"]
-        output = fields.get("output", str(self._folder))  # as people write it
+        output = fields.get("output", str(self._folder))  # as the user wrote it
         self._so_far |= {"steps": self._first_step, "epoch_s": list(fields["epoch_s"]), "output": output}
-        # One that is damaged, or nested too deeply to be written again, is written anew.
+        # Overwrite one that is damaged, or nested too deeply to be encoded again.
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError, RecursionError):
             self._before = legal({**parse_json(read(self._folder / checks.SUMMARY))})
         if isinstance(best := self._before.get("best_top1"), float):
             self._so_far["best_top1"] = best
-        if self._before:  # the earlier end no longer counts: a killed rank writes no other
+        if self._before:  # the earlier outcome is void, and a killed rank writes no other
             write_json(self._folder / checks.SUMMARY, self._before | {"exit": None, "error": None})
         about = {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -101,14 +101,14 @@ class Documents(Recorder):
         write_json(self._folder / "manifest.json", about | self._facts | decided)
 
     def _end(self, ended: Mapping[str, Any]) -> None:
-        # Values that this process did not measure, since it continued a run, stay as they were.
-        told = {key: self._before.get(key) if value is None else value for key, value in ended.items()}
-        own: dict[str, Any] = ended.get("proof") or {}
-        others = checks.by_name(checks.from_json(self._before.get("proof")))
-        if self._first_step == told["steps"]:  # a complete run was taken up, or this start failed in its first step
-            proof = others | {name: each for name, each in own.items() if each["times"] or name not in others}
+        # A continued run keeps earlier values that this process did not measure.
+        summary = {key: self._before.get(key) if value is None else value for key, value in ended.items()}
+        checked: dict[str, Any] = ended.get("proof") or {}
+        earlier = checks.by_name(checks.from_json(self._before.get("proof")))
+        if self._first_step == summary["steps"]:  # the run was complete, or this start failed in its first step
+            proof = earlier | {name: check for name, check in checked.items() if check["times"] or name not in earlier}
         else:
-            proof = {name: each for name, each in others.items() if name in checks.OF_THE_MODEL} | own
-        told["proof"] = proof or None
-        told.setdefault("samples_per_s", told.get("images_per_s"))
-        checks.write(self._folder, told)
+            proof = {name: check for name, check in earlier.items() if name in checks.OF_THE_MODEL} | checked
+        summary["proof"] = proof or None
+        summary.setdefault("samples_per_s", summary.get("images_per_s"))
+        checks.write(self._folder, summary)

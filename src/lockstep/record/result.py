@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """An exact evaluation. `top1` and `top5` as shares of `samples`, `loss` as the mean over them."""
+    """An exact evaluation: `top1` and `top5` as shares of `samples`, `loss` as the mean over them."""
 
     top1: float
     top5: float
@@ -28,14 +28,14 @@ COVERS = {
     "proof": "all ranks, since the last start; cost_s is rank 0's",
     "peak_memory_bytes": "the sum over all ranks of each process's peak: resident (host), allocated (device)",
 }
-"""Of whom, and since when, the numbers of a result are; a part of `summary.json`."""
+"""The ranks and the time that each number of a result covers; a part of `summary.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The outcome of a run; the names are those of `summary.json`.
 
-    Rates, step times and memory are None where this process trained no step.
+    Rates, step times and memory are None if this process trained no step.
     """
 
     top1: float
@@ -50,18 +50,18 @@ class RunResult:
     step_p95_s: float | None = None
     data_wait_s: float | None = None
     peak_memory_bytes: dict[str, int] | None = None
-    proof: dict[str, Any] | None = None  # what was proved: {name: the fields of a `Check`}
-    best_on: str = "test set"  # on which the best weights were chosen: the validation set, where there is one
+    proof: dict[str, Any] | None = None  # {name: the fields of a `Check`}
+    best_on: str = "test set"  # the set that selects the best weights: the validation set, if there is one
     test: dict[str, Any] | None = None  # scores of the last weights on the test set, and their step
-    test_best: dict[str, Any] | None = None  # of the best ones, where there is a validation set; None if they are gone
+    test_best: dict[str, Any] | None = None  # of the best weights, with a validation set; None if they are gone
     stopped: str = ""  # why the run stopped before its last step, in a clause
     output: str = ""
     exit: int = 0
 
     @classmethod
-    def unfinished(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `summary.json` of an unfinished run. The same fields, None where not `known`."""
-        return {item.name: known.get(item.name) for item in dataclasses.fields(cls)} | {"covers": COVERS}
+    def unfinished(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `summary.json` of an unfinished run: all fields, None if not in `facts`."""
+        return {item.name: facts.get(item.name) for item in dataclasses.fields(cls)} | {"covers": COVERS}
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -1,6 +1,6 @@
-"""Measure step times, processor load and memory, of this rank alone.
+"""Measure step times, processor load and memory of this rank.
 
-Nothing waits for the device: step times on a GPU lie between CUDA events, which are read when the loss is read anyway.
+No measurement waits for the device: CUDA events time the steps on a GPU, and are read together with the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLED = (
 
 
 class StepClock:
-    """Seconds of each optimizer step, by the computing device's clock. A GPU's events, or the host's clock."""
+    """Seconds of each optimizer step, by the GPU's events or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device if device.type == "cuda" else None
@@ -34,7 +34,7 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """Begin a step that does not directly follow another. Such as after an evaluation."""
+        """Begin a step that does not directly follow another, as after an evaluation."""
         self._begin = self._now()
 
     def tick(self) -> None:
@@ -60,8 +60,8 @@ class StepClock:
 
     def percentiles(self, *percents: float) -> list[float]:
         """Return percentiles of all steps flushed so far, in seconds."""
-        found: list[float] = np.percentile(self._all_s, percents).tolist()
-        return found
+        values: list[float] = np.percentile(self._all_s, percents).tolist()
+        return values
 
 
 class Telemetry:
@@ -70,35 +70,35 @@ class Telemetry:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call only sets the point that the next one measures from
+        self._process.cpu_percent()  # the first call only sets the start of the next measurement
         psutil.cpu_percent()
-        # By their UUIDs: the driver's numbers know nothing of CUDA_VISIBLE_DEVICES.
+        # By UUID: the driver's indices ignore CUDA_VISIBLE_DEVICES.
         uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in self._gpus]
         self.handles: list[Any] = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
 
     def sample(self) -> dict[str, float | int]:
-        """Return the numbers of `SAMPLED`. Of devices only for GPUs, and as far as the driver has them.
+        """Return the values of `SAMPLED`; those of devices only for GPUs, as far as the driver reports them.
 
-        Percentages are since the last call, of one core for the process, of all for the host; of several GPUs they are
-        the mean, and bytes the sum: `memory` held by tensors, `used` by all processes.
+        Percentages are since the last call: of one core for the process, of all cores for the host. Several GPUs give
+        the mean of percentages and the sum of bytes: `memory` held by tensors, `used` by all processes.
         """
-        found: dict[str, float | int] = {
+        values: dict[str, float | int] = {
             "process_cpu_percent": self._process.cpu_percent(),
             "host_cpu_percent": psutil.cpu_percent(),
             "host_memory_bytes": self._process.memory_info().rss,
         }
         if self._gpus:
-            found["device_memory_bytes"] = sum(map(torch.cuda.memory_allocated, self._gpus))
-        if used := [each for handle in self.handles if (each := hardware.in_use(handle)) is not None]:
+            values["device_memory_bytes"] = sum(map(torch.cuda.memory_allocated, self._gpus))
+        if used := [use for handle in self.handles if (use := hardware.in_use(handle)) is not None]:
             percents, used_bytes = zip(*used, strict=True)
-            found |= {"device_percent": sum(percents) / len(used), "device_used_bytes": sum(used_bytes)}
-        return found
+            values |= {"device_percent": sum(percents) / len(used), "device_used_bytes": sum(used_bytes)}
+        return values
 
     def peak_memory_bytes(self) -> dict[str, int | None]:
-        """Return this process's peak memory. `host` in all, `device` by tensors on its GPUs, if any."""
+        """Return this process's peak memory: `host` in total, `device` by tensors on its GPUs, if any."""
         host: int = self._process.memory_info().rss
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):  # Linux's ru_maxrss is not it: a child starts with its parent's
+                if line.startswith("VmHWM:"):  # not Linux's ru_maxrss: a child starts with its parent's
                     host = max(int(line.split()[1]) * 1024, host)
         return {"host": host, "device": sum(map(torch.cuda.max_memory_allocated, self._gpus)) if self._gpus else None}

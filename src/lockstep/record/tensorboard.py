@@ -1,7 +1,7 @@
 """TensorBoard's event files, in the run's folder. `tensorboard --logdir runs` shows the curves.
 
-torch's SummaryWriter would pass them to a thread, which on a full disk dies with a printed traceback. Here that is an
-OSError like any other, and events wait until there is room.
+torch's SummaryWriter passes events to a thread, which dies with a traceback on a full disk. Here a full disk is an
+OSError, and events wait until there is room.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PREFIX = {"log": "train/", "eval": "eval/", "epoch": "train/", "values": "value
 class TensorBoard(Recorder):
     """Writes numbers as curves over optimizer steps, and the config.
 
-    Of each interval one step is written, unaveraged: a point costs 14 µs, as much as a step of a tiny model may.
-    `config` is {option: value} in full; its options `identity`, with what `auto` chose, are the hyper-parameters.
+    One step per interval is written, unaveraged: a point costs 14 µs, as long as a step of a tiny model.
+    `config` is {option: value} in full; its options `identity`, with the choices of `auto`, are the hyper-parameters.
     TensorBoard drops the points of earlier parts of the run after `resume_step`.
     """
 
@@ -50,26 +50,32 @@ class TensorBoard(Recorder):
     def record(self, event: str, **fields: Any) -> None:
         """Write the curves of the event."""
         if event == "start":
-            self._write(fields["first_step"], self._asked(fields["chosen"]))
+            self._write(fields["first_step"], self._config_values(fields["chosen"]))
         elif event in _PREFIX:
             without = ("step", "samples", "time") if event == "log" else ("step", "samples", "time", "epoch")
-            curves = {key: each for key, each in fields.items() if isinstance(each, int | float) and key not in without}
-            points = [Summary.Value(tag=_PREFIX[event] + key, simple_value=each) for key, each in curves.items()]
+            points = [
+                Summary.Value(tag=_PREFIX[event] + key, simple_value=value)
+                for key, value in fields.items()
+                if isinstance(value, int | float) and key not in without
+            ]
             self._write(fields["step"], points)
 
     def close(self) -> None:
         """Write the waiting events and close the file."""
         self._file.close()
 
-    def _asked(self, chosen: Mapping[str, Any]) -> list[Any]:
-        """Return the config as a text table, and as hyper-parameters. In the form of TensorBoard's tab of that name."""
+    def _config_values(self, chosen: Mapping[str, Any]) -> list[Any]:
+        """Return the config as a text table, and as hyper-parameters for TensorBoard's tab of that name."""
         rows = [f"| {name} | {_cell(value)} |" for name, value in self._config.items() if value is not None]
         text = "\n".join(["| option | value |", "| --- | --- |", *rows])
-        asked = {key: self._config[key] for key in self._identity} | dict(chosen)
-        known = {name: value for name, value in asked.items() if value is not None}
-        told = {name: value if isinstance(value, int | float) else _cell(value) for name, value in known.items()}
-        # Without a name of the trial: by default, all runs of the same values would be one.
-        return [*text_pb("config/text_summary", text).value, *hparams_pb(told, trial_id="").value]
+        options = {key: self._config[key] for key in self._identity} | dict(chosen)
+        hyperparameters = {
+            key: value if isinstance(value, int | float) else _cell(value)
+            for key, value in options.items()
+            if value is not None
+        }
+        # Without a trial name: by default, TensorBoard merges runs with equal values.
+        return [*text_pb("config/text_summary", text).value, *hparams_pb(hyperparameters, trial_id="").value]
 
     def _write(self, step: int, values: list[Any]) -> None:
         now = time.time()
@@ -79,8 +85,8 @@ class TensorBoard(Recorder):
             first = Event(wall_time=now, file_version="brain.Event:2")
             events = [first, Event(wall_time=now, step=self._resume_step + 1, session_log=begin), *events]
         records = io.BytesIO()
-        for each in events:
-            RecordWriter(records).write(each.SerializeToString())
+        for event in events:
+            RecordWriter(records).write(event.SerializeToString())
         self._has_begun = True
         self._file.write(records.getvalue())
 
