@@ -94,11 +94,11 @@ def test_each_command_is_understood(
         known = list(takewhile(lambda word: not word.endswith(".py"), rest[1:]))  # a script's own flags are its own
         assert flags.parse(known, prog=f"lockstep verify {rest[0]}")
     elif verb == "compare" and rest[0] != "--from":
-        own, known = flags.take([word for word in rest if not word.endswith(".py")], compare.OWN, prog="x")
+        own, known = flags.take([word for word in rest if not word.endswith(".py")], compare.FLAGS, prog="x")
         assert grid.axes(own.get("--vary", [])) or known == ["digits"]
         assert flags.parse(known, prog="lockstep compare", check=lambda *_: None)
     elif verb == "forecast":
-        own, known = flags.take(rest, forecast.OWN, prog="x")
+        own, known = flags.take(rest, forecast.FLAGS, prog="x")
         measured = own["--network"].endswith(".json") or own["--network"].startswith("runs/")
         assert measured or networks.links("--network", own["--network"])
         assert flags.parse(known, prog="lockstep forecast")

@@ -27,7 +27,7 @@ from ..sessions.script import Script
 from ..versions import version_of
 from . import flags, output, run
 from .train import entry
-from .variants import Job, crowded, gpus, kept_in, machine, notifier, provenance, whole_number
+from .variants import Job, advice_on_failure, gpus, machine, notifier, provenance, warn_of_load, whole_number
 
 if TYPE_CHECKING:
     from ..world.world import World
@@ -56,7 +56,7 @@ mean ± sample standard deviation.
 
 Exit code: 0 measured, 1 every variant failed, 2 the request cannot be honoured.
 """
-OWN: dict[str, type] = {
+FLAGS: dict[str, type] = {
     "--vary": list,
     **dict.fromkeys(("--budget", "--seeds", "--scaling", "--steps"), str),
     **dict.fromkeys(("--to-accuracy", "--tolerance"), float),
@@ -64,7 +64,7 @@ OWN: dict[str, type] = {
 _SEEDS = 3
 _ENDLESS = 10**6
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_WATCHED: dict[str, Any] = {
+_MEASUREMENTS: dict[str, Any] = {
     "measured": measured.measure,
     "measured-as-is": partial(measured.measure, draws=""),
     "share": measured.measure_share,
@@ -72,138 +72,137 @@ _WATCHED: dict[str, Any] = {
 }
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Compare, and return 0."""
-    if given and given[0] in _WATCHED:
-        return _watched(*given)
-    asked, leading = flags.take(given, {"--output": str}, prog="lockstep compare") if "--from" in given else ({}, [])
+    if words and words[0] in _MEASUREMENTS:
+        return _measure(*words)
+    options, leading = flags.take(words, {"--output": str}, prog="lockstep compare") if "--from" in words else ({}, [])
     if leading[:1] == ["--from"]:
-        runs = [Path(each) for each in leading if each != "--from"]
-        _report_past(runs, Path(asked["--output"]) if "--output" in asked else None)
+        runs = [Path(word) for word in leading if word != "--from"]
+        _report_past(runs, Path(options["--output"]) if "--output" in options else None)
         return 0
-    job = Job(given, OWN, prog="lockstep compare")
-    asked, base = job.asked, job.config()
-    varied = grid.axes(asked.get("--vary", [])) or _usual(job, base)
+    job = Job(words, FLAGS, prog="lockstep compare")
+    options, base = job.options, job.config()
+    varied = grid.axes(options.get("--vary", [])) or _default_axes(job, base)
     for key, values in varied.items():
         for value in values:
             job.check_value(key, value)
     cells = grid.cells(varied, job.config, is_weak=job.is_weak)
-    left_out = [each for each in cells if each.why_not]
+    left_out = [cell for cell in cells if cell.why_not]
     if len(left_out) == len(cells) - 1:
-        why = "; ".join(f"{each.name}: {each.why_not}" for each in left_out)
+        reasons = "; ".join(f"{cell.name}: {cell.why_not}" for cell in left_out)
         raise RequestError(
-            f"One variant is left ({why}); " * bool(why)
+            f"One variant is left ({reasons}); " * bool(reasons)
             + "give two different values at least, as in --vary devices=1,2."
         )
-    if "--vary" not in asked:
-        cells = [each for each in cells if not each.why_not]  # the others were not requested
-    steps = whole_number("--steps", asked.get("--steps"))
-    seeds, target = _trainings(asked, base.seed, varied, is_script=job.is_script)
-    plan = Plan(_seconds(asked.get("--budget", "2m")), steps, seeds, target)
-    rounds.check_budget(plan, sum(not each.why_not for each in cells))
-    listed = [{"name": each.name, "flags": list(each.flags)} for each in cells]
-    folder = job.folder("comparison", {"cells": listed, "steps": steps})
+    if "--vary" not in options:
+        cells = [cell for cell in cells if not cell.why_not]  # drop defaults that cannot run
+    steps = whole_number("--steps", options.get("--steps"))
+    seeds, target = _trainings(options, base.seed, varied, is_script=job.is_script)
+    plan = Plan(_seconds(options.get("--budget", "2m")), steps, seeds, target)
+    rounds.check_budget(plan, sum(not cell.why_not for cell in cells))
+    variants = [{"name": cell.name, "flags": list(cell.flags)} for cell in cells]
+    folder = job.folder("comparison", {"cells": variants, "steps": steps})
     screen = Screen(stderr=True)
     _announce(screen, cells, plan)
-    disturbed = crowded(screen)
-    with notifier(screen) as notify, kept_in(folder):
-        found = rounds.run(cells, job.command, folder, plan, notify)
-        rounds.train(found, job.training, plan, notify)
-    table = rows.of_series(found, tolerance=asked.get("--tolerance"), target=target)
-    told = answer.sentences(table, job.shown, target)
+    disturbed = warn_of_load(screen)
+    with notifier(screen) as notify, advice_on_failure(folder):
+        series = rounds.run(cells, job.command, folder, plan, notify)
+        rounds.train(series, job.training, plan, notify)
+    table = rows.of_series(series, tolerance=options.get("--tolerance"), target=target)
+    sentences = answer.sentences(table, job.shown, target)
     if any(row.samples_per_s and row.batch is None for row in table):
-        told.append("Without a loader that the session has prepared nothing tells samples: samples/s are steps/s here.")
-    made_with = ", ".join(f"{name} {version_of(name)}" for name in ("lockstep-torch", "torch"))
-    told += [disturbed] if disturbed else []
-    title, about = f"{folders.default_name(base)}: ways to train", f"{machine()}; {made_with}"
-    _write(Report(title=title, about=about, provenance=provenance(), rows=table, answer=told), folder)
+        sentences.append("Without a loader that the session prepared, samples are unknown: samples/s are steps/s here.")
+    sentences += [disturbed] if disturbed else []
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("lockstep-torch", "torch"))
+    title, about = f"{folders.default_name(base)}: ways to train", f"{machine()}; {versions}"
+    _write(Report(title=title, about=about, provenance=provenance(), rows=table, answer=sentences), folder)
     return 0 if any(row.samples_per_s for row in table) else 1
 
 
-def _report_past(given: Sequence[Path], folder: Path | None) -> None:
-    """Write and print a report on runs that have ended. Raises `RequestError` for no run, or several jobs."""
-    if not given:
+def _report_past(paths: Sequence[Path], folder: Path | None) -> None:
+    """Write and print a report on ended runs. Raises `RequestError` without runs, or for several jobs."""
+    if not paths:
         raise RequestError("There is no run to report on; give the folders of some that have ended.")
-    runs = [records.load(each) for each in given]
+    runs = [records.load(path) for path in paths]
     records.check_one_job(runs)
     with understanding(Path("what these runs have recorded")):
         table = rows.of_runs(runs)
     folder = folder or folders.fresh("compared")
     rates = {row.name: row.samples_per_s.middle for row in table if row.samples_per_s}
     fastest = f"{max(rates, key=lambda name: rates[name])} was the fastest" if rates else "No run has a speed"
-    told = [f"{fastest}; each run was measured once."]
+    sentences = [f"{fastest}; each run was measured once."]
     if len(batches := sorted({row.batch for row in table if row.batch})) > 1:
-        told.append(f"Their global batches differ ({', '.join(map(str, batches))}): they are other models.")
-    title, about = counted(len(runs), "run"), "Runs that have ended, each as its manifest.json tells."
-    _write(
-        Report(title=title, about=about, provenance=provenance(), rows=table, answer=told, covers=COVERS_PAST), folder
-    )
+        sentences.append(f"Their global batches differ ({', '.join(map(str, batches))}): they are other models.")
+    title, about = counted(len(runs), "run"), "Ended runs, as described by their manifest.json."
+    past = Report(title=title, about=about, provenance=provenance(), rows=table, answer=sentences, covers=COVERS_PAST)
+    _write(past, folder)
 
 
-def _write(found: Report, folder: Path) -> None:
-    with kept_in(folder):
+def _write(comparison: Report, folder: Path) -> None:
+    with advice_on_failure(folder):
         own_folder(folder)
-        names = report.write(found, folder)
+        names = report.write(comparison, folder)
     screen = Screen()
     with output.written():
-        for columns in report.tables_of(found).values():
-            screen.table([column.head for column in columns], tables.cells(columns, found.measured))
+        for columns in report.tables_of(comparison).values():
+            screen.table([column.head for column in columns], tables.cells(columns, comparison.measured))
             screen.print()
-        for row in found.rows:
+        for row in comparison.rows:
             if row.failed:
                 screen.say((f"{row.name}: {row.failed}", "dim"))
-        for sentence in found.answer:
+        for sentence in comparison.answer:
             screen.say(sentence)
         screen.say((f"{', '.join(names)} in {shown(folder)}", "dim"))
 
 
-def _watched(how: str, told: str = "", verb: str = "", *rest: str) -> int:
-    """Run a command and measure it, by the internal verb `how`."""
-    if verb not in ("run", "train") or (how != "raced" and not told.isdecimal()):
-        raise RequestError(f"lockstep compare {how} takes a word, and the command to watch, run or train.")
+def _measure(mode: str, argument: str = "", verb: str = "", *words: str) -> int:
+    """Run a command and measure it, by the internal verb `mode`."""
+    if verb not in ("run", "train") or (mode != "raced" and not argument.isdecimal()):
+        raise RequestError(f"lockstep compare {mode} takes a word, and the command to measure, run or train.")
     job: measured.Job = entry
     if verb == "run":
-        config, script = run.parse([*rest], prog="lockstep run")
+        config, script = run.parse([*words], prog="lockstep run")
         job = partial(_run_script, script)
     else:
-        # The watcher ends it, after more steps than a short job has.
-        config = dataclasses.replace(flags.parse([*rest], prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
+        # The measurement ends the job, perhaps after more steps than a short job has.
+        config = dataclasses.replace(flags.parse([*words], prog="lockstep train"), epochs=_ENDLESS, max_steps=None)
     folders.check(config)
-    start.launch(partial(_WATCHED[how], job, told if how == "raced" else int(told)), config)
+    start.launch(partial(_MEASUREMENTS[mode], job, argument if mode == "raced" else int(argument)), config)
     return 0
 
 
 def _run_script(script: Script, config: RunConfig, world: World, hooks: Hooks) -> None:
-    """Run a script. Raises `RunError` for an exit code of its own."""
+    """Run a script. Raises `RunError` if its exit code is not 0."""
     if code := script(config, world, hooks):
         raise RunError(f"{script.name} has ended with exit code {code}; what it printed says why.")
 
 
-def _usual(job: Job, base: RunConfig) -> dict[str, list[str]]:
-    """Return what is varied by default; raises `RequestError` for nothing."""
+def _default_axes(job: Job, base: RunConfig) -> dict[str, list[str]]:
+    """Return the options to vary by default. Raises `RequestError` if there are none."""
     options, cpus, has_bf16 = flatten(base), hardware.cpus(), bool(hardware.bf16_units())
-    named = {word.partition("=")[0].removeprefix("--") for word in job.given}
-    kept = {key: str(options[key]) for key in named & {"strategy", "devices", "precision"}}
-    found = grid.defaults(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, job=kept)
-    if not found:
-        raise RequestError("There is one way to train this here: say what to compare, as in --vary batch=64,256.")
-    return found
+    names = {word.partition("=")[0].removeprefix("--") for word in job.words}
+    fixed = {key: str(options[key]) for key in names & {"strategy", "devices", "precision"}}
+    axes = grid.defaults(cpus, gpus(base), has_bf16=has_bf16, is_script=job.is_script, job=fixed)
+    if not axes:
+        raise RequestError("Only one variant is possible here; pass --vary, as in --vary batch=64,256.")
+    return axes
 
 
 def _seconds(text: str) -> float:
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     with contextlib.suppress(ValueError):
-        if 0 < (found := float(number) * _UNITS[unit]) < math.inf:
-            return found
+        if 0 < (seconds := float(number) * _UNITS[unit]) < math.inf:
+            return seconds
     raise RequestError(f"--budget {text}: give a time, such as 90s, 5m or 1h.")
 
 
 def _trainings(
-    asked: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool
+    options: Mapping[str, Any], seed: int, varied: Mapping[str, Any], *, is_script: bool
 ) -> tuple[Sequence[int], float | None]:
     """Return the seeds of whole trainings, and the accuracy that ends each. Raises `RequestError`."""
-    many, target = whole_number("--seeds", asked.get("--seeds")), asked.get("--to-accuracy")
-    if many is None and target is None:
+    count, target = whole_number("--seeds", options.get("--seeds")), options.get("--to-accuracy")
+    if count is None and target is None:
         for key in sorted(varied.keys() & {"epochs", "max-steps"}):
             raise RequestError(f"--vary {key} changes no step: add --seeds N, which trains each variant whole.")
         return (), None
@@ -213,17 +212,17 @@ def _trainings(
         raise RequestError(f"--to-accuracy {target:g}: give a share above 0 and at most 1, such as 0.94.")
     if target is not None and is_script:
         raise RequestError("--to-accuracy needs evaluations in the records, which a script has not; use --seeds.")
-    return range(seed, seed + (many or _SEEDS)), target
+    return range(seed, seed + (count or _SEEDS)), target
 
 
 def _announce(screen: Screen, cells: Sequence[Cell], plan: Plan) -> None:
-    able = [each for each in cells if not each.why_not]
-    names = ", ".join(each.name for each in able)
-    screen.say(f"{counted(len(able), 'variant')}, in about {plan.budget_s:.0f} s: {names}")
+    working = [cell for cell in cells if not cell.why_not]
+    names = ", ".join(cell.name for cell in working)
+    screen.say(f"{counted(len(working), 'variant')}, in about {plan.budget_s:.0f} s: {names}")
     if plan.seeds:
         until = "" if plan.to_accuracy is None else f", each until an evaluation has {100 * plan.to_accuracy:g}%"
-        many = len(able) * len(plan.seeds)
-        screen.say(f"then {many} whole trainings, {len(able)} variants × {counted(len(plan.seeds), 'seed')}{until}")
-    for each in cells:
-        if each.why_not:
-            screen.say((f"left out: {each.name}: {each.why_not}", "bright_black"))
+        count = len(working) * len(plan.seeds)
+        screen.say(f"then {count} whole trainings, {len(working)} variants × {counted(len(plan.seeds), 'seed')}{until}")
+    for cell in cells:
+        if cell.why_not:
+            screen.say((f"left out: {cell.name}: {cell.why_not}", "bright_black"))

@@ -31,19 +31,19 @@ names, ports between each pair of ranks, all-reduce by size, whether sent bytes 
 Each finding is green, yellow (a job runs, but slowly or at a risk) or red (no job can run), with a fix. Trains nothing,
 and leaves no files.
 
-  --json          print one JSON object and nothing else
+  --json          print only one JSON object
   --output FOLDER the folder that the job will write to (default: runs); it is not created
   --data-dir FOLDER
                   the folder of its data, if it already exists
 
-The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. What gives
-no answer within --stall-timeout seconds (default here: 30), or a rank within twice that, has failed.
+The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. A probe
+without an answer within --stall-timeout seconds (default here: 30) has failed, and so has a rank after twice that.
 
 Exit code: 0 a job can run (nothing is red), 1 no job can run, 2 the request cannot be honoured.
 """
 _STALL_S = 30.0
 _OF_TRAINING = {"batchnorm"}
-"""Options of the parallel section that say nothing of devices and of how ranks meet."""
+"""Options of the parallel section that concern neither devices nor rendezvous."""
 _STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unchecked": "dim"}
 _MEANINGS = {
     "red": "no job can run here",
@@ -52,35 +52,35 @@ _MEANINGS = {
 }
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Examine, print the findings, and return 0. Raises `RunError` where no job can run."""
-    own, rest = flags.take(given, {"--json": bool}, prog="lockstep doctor")
+    options, flag_words = flags.take(words, {"--json": bool}, prog="lockstep doctor")
     base = RunConfig(parallel=ParallelConfig(stall_timeout=_STALL_S))
-    config = flags.parse(rest, prog="lockstep doctor", base=base, imports=False, check=_check_flags)
-    has_data = any(word.replace("_", "-").startswith("--data-dir") for word in rest)
-    tell = partial(_tell, as_json="--json" in own, since_s=time.time())
+    config = flags.parse(flag_words, prog="lockstep doctor", base=base, imports=False, check=_check_flags)
+    has_data = any(word.replace("_", "-").startswith("--data-dir") for word in flag_words)
+    print_report = partial(_print, as_json="--json" in options, since_s=time.time())
     examination = Examination(
         output=(config.record.output or folders.RUNS).absolute(),
         data=config.data.dir.absolute() if has_data else None,
         chosen_cpu=config.parallel.accelerator == "cpu",
-        print_report=tell,
+        print_report=print_report,
     )
     # Without --output, so that a failure leaves nothing in that folder.
     report = start.launch(examination, dataclasses.replace(_usable(config), record=RecordConfig()))
     if report is not None:  # else this process is not the rank that reports
-        tell(report)
+        print_report(report)
     return 0
 
 
-def _check_flags(given: Collection[str], config: RunConfig) -> None:
+def _check_flags(names: Collection[str], config: RunConfig) -> None:
     useful = {leaf.key for leaf in leaves() if leaf.section == "parallel"} - _OF_TRAINING
-    for key in given:
+    for key in names:
         if key not in useful | {"output", "data-dir", "config"}:
             raise RequestError(f"lockstep doctor has no use for --{key}: it trains nothing; leave it out.")
 
 
 def _usable(config: RunConfig) -> RunConfig:
-    """Return the config without GPUs that torch cannot use. The doctor then reports a finding, and goes on."""
+    """Return the config without GPUs that torch cannot use, so that the doctor reports them and continues."""
     parallel = dataclasses.replace(config.parallel, max_restarts=0)  # a rank that fails is a finding, too
     if parallel.accelerator == "auto" and hardware.gpus(visible_gpus()):
         import torch  # late, and only where there are GPUs: it takes seconds
@@ -90,7 +90,7 @@ def _usable(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, parallel=parallel)
 
 
-def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
+def _print(report: Report, *, as_json: bool, since_s: float) -> None:
     """Print the report of a command given at `since_s`. Raises `RunError` where no job can run."""
     took_s = time.time() - since_s
     with contextlib.suppress(BrokenPipeError), output.written():
@@ -99,23 +99,23 @@ def _tell(report: Report, *, as_json: bool, since_s: float) -> None:
             print(visible_json(json.dumps(about | dataclasses.asdict(report), indent=2)))
         else:
             show(report.findings, report.hosts, report.accelerator, took_s)
-    if red := [each.name for each in report.findings if each.state == "red"]:
-        told = f"{counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))})"
-        raise RunError(f"No job can run here: {told}; what to do stands with each.")
+    if red := [finding.name for finding in report.findings if finding.state == "red"]:
+        summary = f"{counted(len(red), 'red finding')} ({', '.join(dict.fromkeys(red))})"
+        raise RunError(f"No job can run here: {summary}; each has its fix beside it.")
 
 
 def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, took_s: float) -> None:
     """Print the findings by group, and the verdict."""
-    screen, several = Screen(), len(set(hosts)) > 1
-    where = counted(len(set(hosts)), "host") if several else hosts[0]
-    screen.say((f"{counted(len(hosts), 'rank')} on {where}, {accelerator}", "dim"))
+    screen, is_several = Screen(), len(set(hosts)) > 1
+    place = counted(len(set(hosts)), "host") if is_several else hosts[0]
+    screen.say((f"{counted(len(hosts), 'rank')} on {place}, {accelerator}", "dim"))
     for group, members in groupby(findings, key=lambda finding: finding.group):
         screen.say((group, "bold"))
         for finding in members:
-            on = list(dict.fromkeys(hosts[rank] for rank in finding.ranks)) if several else []
-            at = f" (on {', '.join(on[:3])}{' …' * bool(on[3:])})" if on else ""
+            names = list(dict.fromkeys(hosts[rank] for rank in finding.ranks)) if is_several else []
+            note = f" (on {', '.join(names[:3])}{' …' * bool(names[3:])})" if names else ""
             state = (f"  {finding.state:<9}", _STYLES[finding.state])
-            screen.say(state, f" {finding.name:<18} {finding.words}", (at, "dim"))
+            screen.say(state, f" {finding.name:<18} {finding.words}", (note, "dim"))
             if finding.fix:
                 screen.say(" " * 31, ("fix: ", "bold"), finding.fix)
     worst = verdict(findings)
@@ -123,6 +123,6 @@ def show(findings: Sequence[Finding], hosts: Sequence[str], accelerator: str, to
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the findings' worst state. Red means that no job can run."""
-    states = {each.state for each in findings}
+    """Return the findings' worst state; red if no job can run."""
+    states = {finding.state for finding in findings}
     return next(state for state in _MEANINGS if state in states or state == "green")

@@ -26,7 +26,7 @@ USAGE = """\
 usage: lockstep eval RUN [--split SPLIT] [--predictions FILE.csv] [flags]
 
 Evaluates RUN: a run's folder (its last checkpoint) or one checkpoint, such as runs/digits-resnet8/checkpoints/best.
-Model and data come from the run's config.toml; repeat the names of your own code (--model mine:Net). Scores do not
+Model and data come from the run's config.toml; repeat the flags that name your code (--model mine:Net). Scores do not
 depend on the devices: eval uses this machine's, or those of --strategy, --devices and the other flags of lockstep
 train.
 
@@ -39,46 +39,46 @@ train.
 
 SPLITS = ("validation", "test", "train")
 _AT_ONCE = 1024
-"""Limit on the run's batch for a rank's evaluation, in images of 224 pixels: more ranks may have trained the run."""
+"""Limit on a rank's evaluation batch, in images of 224 pixels, since more ranks may have trained the run."""
 _OF_TRAINING = (
     *("augment", "accumulate", "micro-batch", "drop-last", "epochs", "max-steps", "eval-every", "patience"),
 )
 _OF_SECTIONS = ("optim", "checkpoint", "record", "proof")
-"""Options, one by one and by section, that an evaluation does not read, except for the next ones."""
+"""Options, single and by section, that an evaluation does not read, except for `_READ`."""
 _READ = ("loss", "output")
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Evaluate, print the scores, and return the exit code."""
-    if not given or given[0].startswith("-"):
+    if not words or words[0].startswith("-"):
         raise RequestError("lockstep eval lacks the run, which comes first, as in lockstep eval runs/digits-resnet8.")
-    own, rest = flags.take(given[1:], {"--split": str, "--predictions": str}, prog="lockstep eval")
-    split, path = choose("split", own.get("--split", "test"), SPLITS), Path(given[0])
+    options, flag_words = flags.take(words[1:], {"--split": str, "--predictions": str}, prog="lockstep eval")
+    split, path = choose("split", options.get("--split", "test"), SPLITS), Path(words[0])
     source = _config_file(path)
-    predictions = Path(own["--predictions"]).absolute() if "--predictions" in own else None
+    predictions = Path(options["--predictions"]).absolute() if "--predictions" in options else None
     if predictions is not None and (predictions.suffix != ".csv" or not predictions.parent.is_dir()):
         raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
-    config = flags.parse(rest, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
-    is_asked, folder = config.record.output is not None, (config.record.output or source.parent).absolute()
-    if is_asked and folder.exists() and not folder.is_dir():
+    config = flags.parse(flag_words, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
+    is_requested, folder = config.record.output is not None, (config.record.output or source.parent).absolute()
+    if is_requested and folder.exists() and not folder.is_dir():
         raise RequestError(f"--output {folder} is a file; give a folder.")
     check_names(config)
     resuming = dataclasses.replace(config.checkpoint, resume=str(path))
     config = dataclasses.replace(config, checkpoint=resuming, record=RecordConfig())
     scores = start.launch(partial(_entry, split=split, predictions=predictions), config)
     if scores is not None:
-        # Of five classes or fewer it is 100 % whatever the model does.
+        # With five classes or fewer, it is always 100 %.
         top5 = f"  top-5 {scores['top5']:.2%}" if len(scores["classes"]) > 5 else ""
         name = "scores.json" if split == "test" else f"scores-{split}.json"
-        trouble = _unwritten(folder / name, scores)
+        trouble = _write_scores(folder / name, scores)
         with output.written():
             Screen().say(
                 f"{split} accuracy {scores['top1']:.2%}{top5}  loss {scores['loss']:.4f}  "
                 f"{scores['samples']:,} samples  step {scores['step']:,}",
             )
-            for warning in (*scores["warnings"], *((str(trouble),) if trouble and not is_asked else ())):
+            for warning in (*scores["warnings"], *((str(trouble),) if trouble and not is_requested else ())):
                 Screen().say((f"warning: {warning}", "yellow"))
-        if trouble and is_asked:
+        if trouble and is_requested:
             raise trouble
     return 0
 
@@ -86,35 +86,35 @@ def main(given: list[str]) -> int:
 def _config_file(path: Path) -> Path:
     """Find config.toml of a run, given its folder or checkpoint."""
     run = folders.find(path, "config.toml")
-    with contextlib.suppress(*DEFECTS):  # what else is wrong with the run is told by what reads it
+    with contextlib.suppress(*DEFECTS):  # later reads report other defects of the run
         if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":
             raise RequestError(
-                f"{shown(run)} is of a loop or a step of your own, which alone knows its scores: evaluate in a "
+                f"{shown(run)} was trained by your own loop or step, which alone computes its scores: evaluate in a "
                 "script, over session.evaluating(loader); --step evaluates after each epoch."
             )
     return run / "config.toml"
 
 
 def _base(source: Path) -> RunConfig:
-    """Return the run's config without machine-specific options. These are devices, workers, folders, large batches."""
+    """Return the run's config without machine-specific options: devices, workers, folders, large batches."""
     run = read_toml(source)
-    most, own = max(1, min(_AT_ONCE, _AT_ONCE * 224**2 // run.data.image_size**2)), run.batch.eval_batch
-    batch = dataclasses.replace(run.batch, size=min(run.batch.size, most), eval_batch=own and min(own, most))
-    downloads = run.data.download and run.data.dir.exists()  # no download to a folder that only the run names
+    cap, eval_size = max(1, min(_AT_ONCE, _AT_ONCE * 224**2 // run.data.image_size**2)), run.batch.eval_batch
+    batch = dataclasses.replace(run.batch, size=min(run.batch.size, cap), eval_batch=eval_size and min(eval_size, cap))
+    downloads = run.data.download and run.data.dir.exists()  # never download to a folder that only the run names
     data = dataclasses.replace(run.data, workers=DataConfig().workers, download=downloads)
     return dataclasses.replace(run, batch=batch, data=data, parallel=ParallelConfig(), record=RecordConfig())
 
 
-def _check_flags(given: Collection[str], config: RunConfig) -> None:
+def _check_flags(names: Collection[str], config: RunConfig) -> None:
     idle = {leaf.key for leaf in leaves() if leaf.section in _OF_SECTIONS or leaf.key in _OF_TRAINING} - {*_READ}
-    for key in given:
+    for key in names:
         if key in idle:
             raise RequestError(f"lockstep eval has no use for --{key}: it trains nothing; leave it out.")
-    flags.check_read(given, config)
+    flags.check_read(names, config)
 
 
-def _unwritten(path: Path, scores: dict[str, Any]) -> RequestError | None:
-    """Write the scores. Return the error where that failed."""
+def _write_scores(path: Path, scores: dict[str, Any]) -> RequestError | None:
+    """Write the scores. Returns the error if that fails."""
     try:
         own_folder(path.parent)
         check_own(path)
@@ -124,7 +124,7 @@ def _unwritten(path: Path, scores: dict[str, Any]) -> RequestError | None:
     return None
 
 
-def _entry(config: RunConfig, world: World, **asked: Any) -> dict[str, Any]:
+def _entry(config: RunConfig, world: World, **options: Any) -> dict[str, Any]:
     from ..jobs.classifier import evaluate_checkpoint
 
-    return evaluate_checkpoint(config, world, **asked)
+    return evaluate_checkpoint(config, world, **options)

@@ -31,9 +31,9 @@ _READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nesterov": ("optimizer", ("sgd", "muon")),
     "base-batch": ("lr-rule", ("linear", "sqrt")),
 }
-"""{flag: the one on which its effect depends, and the values with which it has one}"""
+"""{flag: (the flag on which its effect depends, the values with which it has an effect)}"""
 _FLAG = re.compile("--?[A-Za-z]")
-"""The beginning of a flag, unlike that of a value, such as a negative number."""
+"""The beginning of a flag, but not of a value such as a negative number."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ _GONE = {
     "find-unused": "parameters without a gradient are found in any case; leave it out",
     "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
 }
-"""Flags that were removed, some with their value, and what to do instead."""
+"""Removed flags, some with a value, and their replacement."""
 _GONE_OF_VERBS = {
     "lockstep compare --yes": "it starts without a confirmation; leave it out",
     "lockstep forecast --scaling": "forecasts are of one global batch; leave it out",
@@ -126,7 +126,7 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         if name in _GONE_OF_VERBS:
             raise RequestError(f"{name} is gone: {_GONE_OF_VERBS[name]}.")
         if "=" in word and types.get(word.partition("=")[0].replace("_", "-")) is bool:
-            raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any for true
+            raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any value for true
     result: Any
     result, unknown_words = _parsed(
         lambda: tyro.cli(make_dataclass("Flags", fields), args=words, add_help=False, return_unknown_args=True), prog
@@ -156,7 +156,7 @@ def _name(word: str) -> str:
 def _names(words: list[str], prog: str) -> list[str]:
     """Return the flags of a command line, without dashes and no-.
 
-    Raises `RequestError` for an unknown flag, and where tyro would not: a value of a flag that has none, an empty path.
+    Raises `RequestError` for an unknown flag, and for errors that tyro accepts: a value of a switch, an empty path.
     """
     kinds = {leaf.key: leaf.kind for leaf in leaves()} | {"config": Path}
     names = []
@@ -191,7 +191,7 @@ def _parsed(call: Callable[[], T], prog: str) -> T:
 
 
 def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
-    """Raise `RequestError` for untrusted code, which a file names and no flag. `names` are those of the flags."""
+    """Raise `RequestError` for untrusted code, which a file names but no flag. `names` are those of the flags."""
     untrusted = {key: value for key, value in flatten(base, NAMES_OF_CODE).items() if ":" in value and key not in names}
     if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in untrusted.items()):
         raise RequestError(

@@ -16,7 +16,7 @@ from ..record.console import duration
 from ..runs import folders
 from ..screen import Screen
 from . import output
-from .variants import Job, crowded, gpus, kept_in, machine, notifier, provenance, whole_number
+from .variants import Job, advice_on_failure, gpus, machine, notifier, provenance, warn_of_load, whole_number
 
 USAGE = f"""\
 usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
@@ -38,18 +38,18 @@ like this one.
 
 Exit code: 0 done, 1 the job cannot be measured, 2 the request cannot be honoured.
 """
-OWN: dict[str, type] = {
+FLAGS: dict[str, type] = {
     **dict.fromkeys(("--devices", "--network", "--within", "--per-node"), str),
     "--price": float,
 }
 _MOST_DEVICES = 100_000
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Forecast, and return 0."""
-    job = Job(given, OWN, prog="lockstep forecast")
-    asked, base = job.asked, job.config()
-    devices, network = _devices(asked.get("--devices", "1:64")), asked.get("--network")
+    job = Job(words, FLAGS, prog="lockstep forecast")
+    options, base = job.options, job.config()
+    devices, network = _devices(options.get("--devices", "1:64")), options.get("--network")
     if network is None:
         raise RequestError(
             "lockstep forecast lacks --network: what would connect the devices, such as 100GbE or 10Gbit/s,50us."
@@ -58,56 +58,55 @@ def main(given: list[str]) -> int:
         raise RequestError("lockstep forecast sees nothing in a compiled model; leave out --compile.")
     if not job.is_script and base.parallel.strategy not in ("auto", "ddp"):
         raise RequestError(f"--strategy {base.parallel.strategy}: forecasts are of ddp (and of dp beside it).")
-    within = networks.links("--within", asked.get("--within", "PCIe4"))
-    # If a run describes the network: its ranks and step times.
+    within = networks.links("--within", options.get("--within", "PCIe4"))
+    # If --network is a run: its ranks and step times.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
     between = within if ranks else networks.links("--network", network)
-    per_node = _per_node(asked.get("--per-node"), gpus(base))
+    per_node = _per_node(options.get("--per-node"), gpus(base))
     folder = job.folder("forecast", {})
     screen = Screen(stderr=True)
-    crowded(screen)
+    warn_of_load(screen)
     batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:
         strategy = () if job.is_script else ("--strategy", "ddp")
         return job.command(Cell(name="", flags=("--devices", "1", *strategy)), path)
 
-    with notifier(screen) as notify, kept_in(folder):
+    with notifier(screen) as notify, advice_on_failure(folder):
         measured = {ranks, *forecast.chosen(devices, batch)} - {0}
         if count := len(forecast.missing(sorted(measured), folder)):
             screen.say(_length(count))
         shares, facts = forecast.measure(sorted(measured), command, folder, notify)
-        facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # measured without an end
+        facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # the measured job has no end
         if not facts.on_gpu and not network.endswith(".json"):
             notify(f"measuring what gloo itself takes for a message, about {duration(forecast.USUAL_S)}")
             gloo = forecast.gloo(folder)
             between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
-    cluster = Cluster(between, within, per_node, asked.get("--price"))
+    cluster = Cluster(between, within, per_node, options.get("--price"))
     if ranks:
-        share = next(each for each in shares if each.ranks == ranks)
+        share = next(share for share in shares if share.ranks == ranks)
         cluster = cluster._replace(between=forecast.fitted(cluster, share, step_s, has_trees=facts.on_gpu))
-    found = forecast.forecast(shares, facts, cluster, devices)
-    told = forecast.sentences(found, "GPU" if facts.on_gpu else "machine")
-    doubts = forecast.doubts(shares, found)
+    rows = forecast.forecast(shares, facts, cluster, devices)
+    doubts = forecast.doubts(shares, rows)
     for doubt in doubts:
         screen.say((f"warning: {doubt}", "yellow"))
-    told = [*doubts, *told]
+    sentences = [*doubts, *forecast.sentences(rows, "GPU" if facts.on_gpu else "machine")]
     about = f"{folders.default_name(base)} over {network}, as measured on {machine()}"
-    with kept_in(folder):
-        names = forecast.write(folder, found, told, about, provenance())
+    with advice_on_failure(folder):
+        names = forecast.write(folder, rows, sentences, about, provenance())
     with output.written():
-        columns = tables.filled(forecast.COLUMNS, found)
+        columns = tables.filled(forecast.COLUMNS, rows)
         printed = Screen()
-        printed.table([each.head for each in columns], tables.cells(columns, found), texts=0)
+        printed.table([column.head for column in columns], tables.cells(columns, rows), texts=0)
         printed.print()
-        for sentence in told[-1:]:
+        for sentence in sentences[-1:]:
             printed.say(sentence)
     screen.say((f"{', '.join(names)} in {shown(folder)}", "dim"))
     return 0
 
 
 def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
-    """Return a run's ranks and its logged step times. Raises `RequestError` for another job."""
+    """Return a run's ranks and logged step times. Raises `RequestError` for another job."""
     run, base = records.load(folder), job.config()
     with understanding(folder):
         ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
@@ -115,14 +114,14 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
         records.check_one_job([records.Run(name="this job", folder=folder, options=flatten(base)), run], "batch")
     if ranks < 2 or len(step_s) < 2:
         raise RequestError(
-            f"{shown(folder)} tells nothing of links: it had {counted(ranks, 'rank')}, and logged "
+            f"{shown(folder)} does not describe links: it had {counted(ranks, 'rank')}, and logged "
             f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with --log-every."
         )
     return ranks, step_s
 
 
 def _length(count: int) -> str:
-    """Return how long so many measurements take, in words."""
+    """Return in words the time of so many measurements."""
     usual_s, limit_s = forecast.USUAL_S, forecast.LIMIT_S
     return (
         f"{counted(count, 'measurement')}, about {duration(count * usual_s)} in all ({usual_s:.0f} s each where steps "
@@ -132,20 +131,20 @@ def _length(count: int) -> str:
 
 def _devices(text: str) -> list[int]:
     """Return the numbers of devices, always with one device."""
-    found: set[int] = set()
+    counts: set[int] = set()
     if match := re.fullmatch(r"(\d+):(\d+)", text):
         low, high = map(int, match.groups())
         if 0 < low <= high <= _MOST_DEVICES:
-            found = {low, high, *(2**power for power in range(high.bit_length()) if low <= 2**power <= high)}
+            counts = {low, high, *(2**power for power in range(high.bit_length()) if low <= 2**power <= high)}
     elif all(word.strip().isdecimal() for word in text.split(",")):
-        found = {int(word) for word in text.split(",")}
-    if not found or min(found) < 1 or max(found) > _MOST_DEVICES:
+        counts = {int(word) for word in text.split(",")}
+    if not counts or min(counts) < 1 or max(counts) > _MOST_DEVICES:
         raise RequestError(f"--devices {text}: give a range such as 1:1024, or numbers such as 1,2,4,6.")
-    return sorted({1, *found})
+    return sorted({1, *counts})
 
 
 def _per_node(text: str | None, gpus: int) -> int:
-    asked = whole_number("--per-node", text) or max(1, gpus)
-    if asked > 1 and not gpus:
+    count = whole_number("--per-node", text) or max(1, gpus)
+    if count > 1 and not gpus:
         raise RequestError(f"--per-node {text}: there is no GPU here, and a device is a whole machine; leave it out.")
-    return asked
+    return count

@@ -23,18 +23,18 @@ launchers.
 """
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Print the facts, and return the exit code."""
-    if given:
-        raise RequestError(f"lockstep info takes no arguments, found {' '.join(given)}.")
-    found = hardware.survey(visible_gpus())
-    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in found.gpus) or "none"
+    if words:
+        raise RequestError(f"lockstep info takes no arguments, found {' '.join(words)}.")
+    machine = hardware.survey(visible_gpus())
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus) or "none"
     rows = {
         "python": f"{platform.python_version()} on {platform.platform()}",
         **{name: version_of(name) or "not installed" for name in ("torch", "torchvision", "numpy")},
-        "cpu": f"{found.cpu_name}, {found.cpus} processors here, bf16 {hardware.bf16_units() or 'emulated'}",
-        "memory": f"{found.memory_bytes / 2**30:.1f} GiB",
-        "gpus": gpus + (f", driver {found.driver}" if found.driver else ""),
+        "cpu": f"{machine.cpu_name}, {machine.cpus} processors here, bf16 {hardware.bf16_units() or 'emulated'}",
+        "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
+        "gpus": gpus + (f", driver {machine.driver}" if machine.driver else ""),
         "recipes": ", ".join(recipes()),
         "models": ", ".join((*models.BUILTIN, "torchvision's classifiers", "module:attribute")),
         "data sets": ", ".join((*sets.DATA_SETS, "module:attribute")),

@@ -48,13 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit code. 0 done, 1 failed, 2 refused, 3 a proof failed, 75 stopped."""
     survive()
     try:
-        with heeded(signal.default_int_handler):  # SIGTERM and SIGHUP end as Ctrl-C does: with a sentence
+        with heeded(signal.default_int_handler):  # SIGTERM and SIGHUP end like Ctrl-C, with a message
             return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except LockstepError as error:
         return _say(error)
     except KeyboardInterrupt as stop:
         if _lost_another(stop):
-            # torchrun ends the remaining ranks with SIGTERM, while they look for the lost one.
+            # torchrun ends the remaining ranks with SIGTERM while they look for the lost one.
             return _say(RunError("ended by a signal after another rank was lost, whose own message gives the reason."))
         return _say(Stopped(OUTSIDE))
     except BrokenPipeError:
@@ -97,6 +97,6 @@ def _say(error: LockstepError) -> int:
         if isinstance(error, RunError):
             print(visible(error.trace), file=sys.stderr, end="")
         screen = Screen(stderr=True)
-        screen.show_cursor()  # a rank that was killed while it drew a bar could not
+        screen.show_cursor()  # a rank killed while it drew a bar leaves it hidden
         screen.say(("lockstep:", "bold"), f" {one_line(str(error))}")
     return error.exit_code

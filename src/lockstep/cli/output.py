@@ -15,13 +15,13 @@ from ..errors import RunError
 def written() -> Iterator[None]:
     """Flush the block's output at its end.
 
-    Raises `RunError` where that fails, such as on a full disk, BrokenPipeError where the reader is gone.
+    Raises `RunError` if that fails, such as on a full disk; BrokenPipeError if the reader is gone.
     """
     try:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # None where the command was started with `>&-`
+            if sys.stdout is not None:  # None if the command was started with `>&-`
                 sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -30,17 +30,17 @@ def written() -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print a text that ends its own lines."""
+    """Print a text without an additional newline."""
     with written():
         print(text, end="")
 
 
-def call(verb: ModuleType, given: list[str]) -> int:
-    """Run a verb's `main`; where its words begin with --help, print its `USAGE`, if any. Returns the exit code."""
-    if given[:1] in (["-h"], ["--help"]) and hasattr(verb, "USAGE"):
+def call(verb: ModuleType, words: list[str]) -> int:
+    """Run a verb's `main`, or print its `USAGE` (if any) for --help. Returns the exit code."""
+    if words[:1] in (["-h"], ["--help"]) and hasattr(verb, "USAGE"):
         show(verb.USAGE)
         return 0
-    code: int = verb.main(given)
+    code: int = verb.main(words)
     return code
 
 

@@ -16,10 +16,10 @@ def check_names(config: RunConfig) -> None:
 
 
 def check(config: RunConfig) -> tuple[LaunchPlan, BatchPlan]:
-    """Return the launch plan and the batch plan. Refuses impossible requests, also a batch that cannot be split."""
+    """Return the launch plan and the batch plan. Raises `RequestError` if the request is impossible."""
     check_names(config)
-    planned, batch = plan(config), config.batch
-    parallel, ranks = planned.config.parallel, planned.least_ranks
+    launch_plan, batch = plan(config), config.batch
+    parallel, ranks = launch_plan.config.parallel, launch_plan.least_ranks
     devices = (parallel.devices or 1) if parallel.drives_all else 1
     micro, accumulate = batch.micro_batch, batch.accumulate
-    return planned, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=devices)
+    return launch_plan, BatchPlan.solve(batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=devices)

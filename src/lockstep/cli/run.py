@@ -63,7 +63,7 @@ def main(words: list[str]) -> int:
 def parse(words: list[str], *, prog: str) -> tuple[RunConfig, Script]:
     """Return the config and the script of a command line.
 
-    Raises `RequestError` for an invalid script, and for flags on which the script decides.
+    Raises `RequestError` for an invalid script, and for flags of options that the script decides.
     """
     flag_words, script_words = split(words)
     is_module = script_words[:1] == ["-m"]
@@ -75,7 +75,7 @@ def parse(words: list[str], *, prog: str) -> tuple[RunConfig, Script]:
         if idle := [f"--{flag}" for flag in flags if flag not in left_to_command()]:
             raise RequestError(f"{prog} takes no {', '.join(idle)}: the script decides on that; leave it out.")
 
-    # The script decides on model and data; its name is that of the default folder.
+    # The script decides on model and data; the default folder has its name.
     base = RunConfig(model=ModelConfig(name=name if is_module else Path(name).stem), data=DataConfig(name=""))
     config = flags.parse(flag_words, prog=prog, base=base, imports=False, check=check)
     if config.parallel.drives_all:
@@ -111,7 +111,7 @@ def split(words: list[str], switches: Collection[str] = ()) -> tuple[list[str], 
 
 
 def _misplaced(script: Script) -> list[str]:
-    """Return flags on how ranks start that follow a script which does not have them in its text."""
+    """Return the launch flags after a script whose text does not name them."""
     if script.is_module:
         return []
     launch_keys = {leaf.key for leaf in leaves() if leaf.section == "parallel"}

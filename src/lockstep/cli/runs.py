@@ -19,25 +19,25 @@ that differ between runs of one job, and results. lockstep compare --from RUN â€
 _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state")
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Print the table, and return 0."""
-    _, leading = flags.take(given, {}, prog="lockstep runs")
-    given_folders = [*map(Path, leading)] or [folders.RUNS]
-    for folder in given_folders:
+    _, names = flags.take(words, {}, prog="lockstep runs")
+    parents = [*map(Path, names)] or [folders.RUNS]
+    for folder in parents:
         if not folder.is_dir():
             raise RequestError(f"{folder} is not a folder; give folders that have runs.")
-    found = [run for folder in given_folders for run in records.below(folder)]
-    reports = sorted(page for folder in given_folders for page in folder.glob("*/report.html"))
-    if not found and not reports:
-        raise RequestError(f"There are no runs in {', '.join(map(str, given_folders))}.")
+    runs = [run for folder in parents for run in records.below(folder)]
+    reports = sorted(page for folder in parents for page in folder.glob("*/report.html"))
+    if not runs and not reports:
+        raise RequestError(f"There are no runs in {', '.join(map(str, parents))}.")
     rows = []
-    for run, options in zip(found, records.differing(found), strict=True):
-        named = [(key, ",".join(map(str, it)) if isinstance(it, list) else it) for key, it in options.items()]
+    for run, options in zip(runs, records.differing(runs), strict=True):
+        values = [",".join(map(str, value)) if isinstance(value, list) else value for value in options.values()]
         top1, rate, date = run.summary.get("top1"), run.samples_per_s, str(run.manifest.get("date", ""))
         rows.append(
             [
                 *(run.name, date[:16].replace("T", " "), str(run.manifest.get("host", ""))),
-                " ".join(f"{key}={value}" for key, value in named),
+                " ".join(f"{key}={value}" for key, value in zip(options, values, strict=True)),
                 "" if top1 is None else f"{top1:.2%}",
                 "" if rate is None else f"{rate:,.0f}",
                 run.state,
@@ -47,7 +47,7 @@ def main(given: list[str]) -> int:
         screen = Screen()
         if rows:
             screen.table(_HEADS, rows, texts=4)
-        for run in found:
+        for run in runs:
             if run.trouble:
                 screen.say((f"{run.name}: {run.trouble}", "dim"))
         for page in reports:

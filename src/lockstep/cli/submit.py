@@ -61,7 +61,7 @@ def main(words: list[str]) -> int:
     else:
         config = flags.parse(run_words, prog="lockstep submit slurm")
         check_names(config)
-    # The request is checked here as far as possible: the cluster would refuse it after a long wait.
+    # Check the request here as far as possible: the cluster would refuse it only after a long wait.
     job = submit.lay_out({"--job-name": folders.default_name(config), **options}, sbatch, config)
     micro, accumulate = config.batch.micro_batch, config.batch.accumulate
     if not is_script:

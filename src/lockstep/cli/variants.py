@@ -31,35 +31,34 @@ from ..versions import version_of
 from . import flags, run
 from .preflight import check, check_names
 
-_BUSY, _LOOK_S = 0.15, 0.5
-"""Warn above this CPU share of other programs; measure it for so many seconds."""
+_BUSY, _LOOK_S = 0.15, 0.5  # CPU share of other programs above which to warn; seconds to measure it
 
 
 class Job:
     """The job of all variants, as the words of a command."""
 
-    def __init__(self, given: list[str], own: Mapping[str, type], *, prog: str) -> None:
-        """Parse the words of the command `prog`, whose flags are `own`."""
-        switches = [name for name, kind in own.items() if kind is bool]
-        self.is_script = run.names_script(given, switches)
-        ours, self._script = run.split(given, switches) if self.is_script else (given, [])
-        self.asked, self.given = flags.take(ours, {**own, "--output": str}, prog=prog)
-        """Values of the flags `own`, and the other words before a script."""
-        lacking = {"--vary", "--network"} & (own.keys() - self.asked.keys())
+    def __init__(self, words: list[str], types: Mapping[str, type], *, prog: str) -> None:
+        """Parse the words of the command `prog`, which has flags of these `types`."""
+        switches = [name for name, kind in types.items() if kind is bool]
+        self.is_script = run.names_script(words, switches)
+        flag_words, self._script = run.split(words, switches) if self.is_script else (words, [])
+        self.options, self.words = flags.take(flag_words, {**types, "--output": str}, prog=prog)
+        """Values of the command's flags, and the other words before a script."""
+        lacking = {"--vary", "--network"} & (types.keys() - self.options.keys())
         if behind := lacking & {word.partition("=")[0] for word in self._script[1:]}:
-            raise RequestError(f"{min(behind)} comes after the script, whose own it is there; put it before that.")
-        self.is_weak, self._prog = self.asked.get("--scaling") == "weak", prog
-        named = {word.partition("=")[0] for word in self.given} & {"--config", "--model", "--data"}
-        if not self.is_script and not named and all(word.startswith("-") for word in self.given[:1]):
+            raise RequestError(f"{min(behind)} comes after the script and so belongs to it; put it before the script.")
+        self.is_weak, self._prog = self.options.get("--scaling") == "weak", prog
+        sources = {word.partition("=")[0] for word in self.words} & {"--config", "--model", "--data"}
+        if not self.is_script and not sources and all(word.startswith("-") for word in self.words[:1]):
             raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
-        if (scaling := self.asked.get("--scaling", "strong")) not in ("strong", "weak"):
+        if (scaling := self.options.get("--scaling", "strong")) not in ("strong", "weak"):
             raise RequestError(f"--scaling {scaling}: give strong (one global batch) or weak (one batch a device).")
 
-    def config(self, more: Words = ()) -> RunConfig:
+    def config(self, extra: Words = ()) -> RunConfig:
         """Return the job's config with more flags. Raises `RequestError`."""
         if self.is_script:
-            return run.parse([*self.given, *more, *self._script], prog=self._prog)[0]
-        config = flags.parse([*self.given, *more], prog=self._prog)
+            return run.parse([*self.words, *extra, *self._script], prog=self._prog)[0]
+        config = flags.parse([*self.words, *extra], prog=self._prog)
         check(config)
         return config
 
@@ -68,7 +67,7 @@ class Job:
         check_names(flags.parse([*grid.words(key, value)], prog=self._prog, base=RunConfig(), check=lambda *_: None))
 
     def command(self, cell: Cell, folder: Path) -> Words:
-        """Return the command to measure. It writes to `folder`, and evaluates nothing."""
+        """Return the command to measure, which writes to `folder` and evaluates nothing."""
         never = () if self.is_script else ("--eval-every", str(10**9))
         return self._with(*cell.flags, "--output", str(folder), *never)
 
@@ -80,33 +79,32 @@ class Job:
         """Return the command as on a terminal, with more flags."""
         return ["lockstep", *self._with(*flags)]
 
-    def _with(self, *more: str) -> Words:
-        return ("run" if self.is_script else "train", *self.given, *more, *self._script)
+    def _with(self, *extra: str) -> Words:
+        return ("run" if self.is_script else "train", *self.words, *extra, *self._script)
 
     def folder(self, kind: str, plan: Mapping[str, Any]) -> Path:
-        """Return the folder of this comparison or forecast (`kind`).
+        """Return the folder of this comparison or forecast (`kind`), which may be partly done.
 
-        It may hold a part already. Raises `RequestError` for one with another `plan`, measurements of another machine,
-        or other files.
+        Raises `RequestError` for a folder with another `plan`, another machine's measurements, or other files.
         """
-        asked = self.asked.get("--output")
-        path = Path(asked) if asked else folders.fresh(f"{folders.default_name(self.config())}-{kind}")
+        requested = self.options.get("--output")
+        path = Path(requested) if requested else folders.fresh(f"{folders.default_name(self.config())}-{kind}")
         machine = [platform.node(), *(f"{version_of(name)}" for name in ("lockstep-torch", "torch"))]
         plan = {"job": self.shown(), **plan, "machine": machine}
-        with kept_in(path):
-            before = json_of(path / "plan.json")
-            if before and before != plan:
+        with advice_on_failure(path):
+            earlier = json_of(path / "plan.json")
+            if earlier and earlier != plan:
                 raise RequestError(f"--output {path} holds another {kind}; give another folder.")
-            if not before and asked and path.is_dir() and any(path.iterdir()):
+            if not earlier and requested and path.is_dir() and any(path.iterdir()):
                 raise RequestError(f"--output {path} holds something else; give another folder.")
             path.mkdir(parents=True, exist_ok=True)
-            if not before:
+            if not earlier:
                 write_json(path / "plan.json", plan)
         return path
 
 
 @contextlib.contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
+def advice_on_failure(folder: Path) -> Iterator[None]:
     """Turn stops and write failures of the block into errors with advice."""
     try:
         yield
@@ -118,17 +116,17 @@ def kept_in(folder: Path) -> Iterator[None]:
         raise folders.unwritable(folder, error) from error
 
 
-def crowded(screen: Screen) -> str:
-    """Warn of other programs' current CPU load. Returns the warning, "" for a low load."""
+def warn_of_load(screen: Screen) -> str:
+    """Warn if other programs load the CPU. Returns the warning, "" for a low load."""
     share = psutil.cpu_percent(_LOOK_S) / 100
     if share < _BUSY:
         return ""
-    told = (
+    warning = (
         f"Other programs use {share:.0%} of the processors: intervals are wider, and a process whose threads wait for "
         "one another loses more time than several of one thread each. Measure again when they have ended."
     )
-    screen.say((f"warning: {told}", "yellow"))
-    return told
+    screen.say((f"warning: {warning}", "yellow"))
+    return warning
 
 
 def whole_number(name: str, text: str | None) -> int | None:
@@ -143,29 +141,30 @@ def gpus(config: RunConfig) -> int:
     return 0 if config.parallel.accelerator == "cpu" else len(hardware.gpus(visible_gpus()))
 
 
-def several(config: RunConfig) -> int:
-    """Return the devices asked for. Default: all GPUs, else two processes.
+def device_count(config: RunConfig) -> int:
+    """Return the requested number of devices; by default all GPUs, else two processes.
 
-    Raises `RequestError` where that leaves nothing to compare with one.
+    Raises `RequestError` for a single device, which leaves nothing to compare.
     """
-    asked = config.parallel
-    count = asked.devices or len(asked.gpu_indices) or gpus(config) or 2
+    parallel = config.parallel
+    count = parallel.devices or len(parallel.gpu_indices) or gpus(config) or 2
     if count < 2:
+        source = f"--devices {parallel.devices}" if parallel.devices else "One GPU"
         raise RequestError(
-            f"{f'--devices {asked.devices}' if asked.devices else 'One GPU'} leaves nothing to compare: give --devices "
-            "2 or more, with --accelerator cpu where there are not as many GPUs."
+            f"{source} leaves nothing to compare: give --devices 2 or more, with --accelerator cpu where there are not "
+            "as many GPUs."
         )
     return count
 
 
-def unwritten(folder: Path, found: Iterable[Check]) -> str:
-    """Add the checks to the folder's files. Return why that failed, else ""."""
+def add_checks(folder: Path, new: Iterable[Check]) -> str:
+    """Add checks to the folder's files. Returns the reason if that fails, else ""."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        checks.add(folder, found)
-    except DEFECTS as error:  # not writable, or not what we have written
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        return f"{checks.SHEET} and {checks.SUMMARY} in {folder} could not be written ({why}); the verdict stands."
+        checks.add(folder, new)
+    except DEFECTS as error:  # not writable, or damaged
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return f"{checks.SHEET} and {checks.SUMMARY} in {folder} could not be written ({reason}); the verdict stands."
     return ""
 
 
@@ -183,7 +182,7 @@ def provenance() -> str:
 
 @contextlib.contextmanager
 def notifier(screen: Screen) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress; one line on a terminal."""
+    """Yield a function that shows progress, on a terminal in one line."""
     if screen.is_terminal:
         with screen.status("") as status:
             yield lambda phrase: status.update(line(phrase))

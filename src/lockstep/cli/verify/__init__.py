@@ -24,17 +24,17 @@ lockstep verify WHAT --help describes each. Exit code: 0 it holds, 3 it does not
 """
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Run the named proof, and return the exit code."""
-    what = given[0] if given else ""
-    if what == "help":
+    proof = words[0] if words else ""
+    if proof == "help":
         output.show(USAGE)
         return 0
-    if not what or what.startswith("-"):
-        raise RequestError(f"No proof given, found {what or 'nothing'}; use lockstep verify {' or '.join(PROOFS)}.")
-    if what == "run":
+    if not proof or proof.startswith("-"):
+        raise RequestError(f"No proof given, found {proof or 'nothing'}; use lockstep verify {' or '.join(PROOFS)}.")
+    if proof == "run":
         raise RequestError(
             "lockstep verify run no longer exists: read proof.md in the run's folder, or use lockstep verify "
             "gradients or curve."
         )
-    return output.call(import_module(f".{choose('proof', what, PROOFS)}", __package__), given[1:])
+    return output.call(import_module(f".{choose('proof', proof, PROOFS)}", __package__), words[1:])

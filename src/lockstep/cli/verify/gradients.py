@@ -62,58 +62,58 @@ matter most. Exit code: 0 the same gradients, 3 different gradients, 2 they cann
 """
 _PROG = "lockstep verify gradients"
 _SWITCHES = ("--all",)
-_OWN = {"--tolerance": float, "--step": str, "--all": bool}
+_FLAGS = {"--tolerance": float, "--step": str, "--all": bool}
 _ROWS = 5
 
 
-def main(given: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Measure, print the answer, and return 0. Raises `ProofError` where the gradients differ."""
-    ours, script = run.split(given, _SWITCHES) if run.names_script(given, _SWITCHES) else (given, [])
-    own, rest = flags.take(ours, _OWN, prog=_PROG)
-    step = own.get("--step", "")
+    flag_words, script = run.split(words, _SWITCHES) if run.names_script(words, _SWITCHES) else (words, [])
+    options, flag_words = flags.take(flag_words, _FLAGS, prog=_PROG)
+    step = options.get("--step", "")
     if script:
-        return _audit(own, rest, script)
+        return _audit(options, flag_words, script)
     is_loop = bool(step and _takes_batch(step))
     if is_loop:
-        given = [word.partition("=")[0] for word in (*rest, *own)]
-        if idle := [name for name in ("--all", "--max-steps") if name in given]:
+        words = [word.partition("=")[0] for word in (*flag_words, *options)]
+        if idle := [name for name in ("--all", "--max-steps") if name in words]:
             raise RequestError(f"{idle[0]} has no use here: the first step of a loop is compared; leave it out.")
-        rest = [*rest, "--step", step]
-    config, rest = curve.parsed(rest, [], prog=_PROG)
+        flag_words = [*flag_words, "--step", step]
+    config, flag_words = curve.parsed(flag_words, [], prog=_PROG)
     if is_loop:
-        setup = curve.checked(override(config, max_steps=1), rest, [], name="gradients")
+        setup = curve.checked(override(config, max_steps=1), flag_words, [], name="gradients")
     else:
         check_names(config)
     from ...verify.gradients import strategies  # late: it imports torch
     from ...verify.workbench import TOLERANCE, TOLERANCES
 
-    tolerance = own.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
+    tolerance = options.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
     if is_loop:
         return curve.judge(setup, tolerance)
     names = strategies(config.parallel.strategy)
-    planned = _planned(config, names)
-    report = start.run(functools.partial(_entry, names=names, tolerance=tolerance, step=step), planned)
+    launch_plan = _plan(config, names)
+    report = start.run(functools.partial(_entry, names=names, tolerance=tolerance, step=step), launch_plan)
     if report is None:
         return 0  # this process is not the rank that reports
     folder = config.record.output or folders.fresh(f"{folders.default_name(config)}-gradients")
-    trouble = variants.unwritten(folder, [report.check()])
+    trouble = variants.add_checks(folder, [report.check()])
     with output.written():
-        _print(Screen(), report, config, most=None if "--all" in own else _ROWS)
+        _print(Screen(), report, config, most=None if "--all" in options else _ROWS)
         note = f"warning: {trouble}" if trouble else f"written to {folder}: {checks.SHEET}, {checks.SUMMARY}"
         Screen().say((note, "yellow" if trouble else "dim"))
-    if failing := [each for each in report.answers if each.fails]:
-        but = ": not the gradient of one process" if any(not each.agrees for each in failing) else ""
-        where = "" if trouble else f" {folder / checks.SHEET} has the numbers."
-        raise ProofError(f"{'; '.join(map(str, failing))}{but}.{where}")
+    if failing := [answer for answer in report.answers if answer.fails]:
+        but = ": not the gradient of one process" if any(not answer.agrees for answer in failing) else ""
+        location = "" if trouble else f" {folder / checks.SHEET} has the numbers."
+        raise ProofError(f"{'; '.join(map(str, failing))}{but}.{location}")
     return 0
 
 
-def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -> int:
+def _audit(options: Mapping[str, Any], flag_words: Sequence[str], script: Sequence[str]) -> int:
     """Audit a session's script on the flags of `lockstep run`."""
-    words = [word.partition("=")[0] for word in (*rest, *own)]
+    words = [word.partition("=")[0] for word in (*flag_words, *options)]
     if idle := [name for name in ("--all", "--step", "--tolerance", "--max-steps") if name in words]:
         raise RequestError(f"{idle[0]} has no use here: the first steps of a script are audited; leave it out.")
-    config, words = curve.parsed([*rest], script, prog=_PROG)
+    config, words = curve.parsed([*flag_words], script, prog=_PROG)
     setup = curve.checked(config, words, script, name="gradients")
     folder = config.record.output or folders.fresh(
         f"{Path(script[1] if script[0] == '-m' else script[0]).stem}-gradients"
@@ -127,12 +127,12 @@ def _audit(own: Mapping[str, Any], rest: Sequence[str], script: Sequence[str]) -
             outcome=Check.OPEN if verdict.refusal else Check.HOLDS if verdict.is_sound else Check.FAILS,
             times=verdict.steps,
             tolerance=f"{verdict.tolerance:g} relative",
-            found="; ".join(each.kind for each in verdict.findings)
+            found="; ".join(finding.kind for finding in verdict.findings)
             or verdict.refusal
             or f"largest difference {verdict.largest_gap or 0.0:.1e}",
             cost_s=time.monotonic() - begun_s,
         )
-        if trouble := variants.unwritten(folder, [check]):
+        if trouble := variants.add_checks(folder, [check]):
             Screen().say((f"warning: {trouble}", "yellow"))
 
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as scratch:
@@ -152,19 +152,19 @@ def _takes_batch(step: str) -> bool:
         return False
 
 
-def _planned(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
+def _plan(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
     """Return the config to measure. It has the ranks' strategy, several devices, nothing for speed alone."""
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
     config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
-    planned = plan(config)
-    return plan(override(config, devices=variants.several(config))) if planned.starts_here else planned
+    launch_plan = plan(config)
+    return plan(override(config, devices=variants.device_count(config))) if launch_plan.starts_here else launch_plan
 
 
-def _entry(config: RunConfig, world: World, **asked: Any) -> Report | None:
+def _entry(config: RunConfig, world: World, **options: Any) -> Report | None:
     from ...verify.gradients import examine
 
-    return examine(config, world, **asked)
+    return examine(config, world, **options)
 
 
 def _print(screen: Screen, report: Report, config: RunConfig, *, most: int | None) -> None:
@@ -181,9 +181,9 @@ def _print(screen: Screen, report: Report, config: RunConfig, *, most: int | Non
     for answer in report.answers:
         if not answer.agrees:
             _explain(screen, answer, report.tolerance, most)
-    if not any(each.fails for each in report.answers):
-        same = ", ".join(each.strategy for each in report.answers if each.agrees)
-        other = ", ".join(each.strategy for each in report.answers if not each.agrees)
+    if not any(answer.fails for answer in report.answers):
+        same = ", ".join(answer.strategy for answer in report.answers if answer.agrees)
+        other = ", ".join(answer.strategy for answer in report.answers if not answer.agrees)
         screen.say(
             f"The same gradient within {report.tolerance:g}: {same}. " if same else "",
             f"Another one by design, as said above: {other}." if other else "",
@@ -196,11 +196,11 @@ def _explain(screen: Screen, answer: Answer, tolerance: float, most: int | None)
     for row in answer.rows:
         gaps |= {name: max(gap, gaps.get(name, 0.0)) for name, gap in row.tensors.items()}
     screen.print()
-    where = f": {counted(len(gaps), 'tensor')} beyond {tolerance:g}" if gaps else ""
-    screen.say((answer.strategy, "bold" if answer.fails else "yellow"), where)
+    summary = f": {counted(len(gaps), 'tensor')} beyond {tolerance:g}" if gaps else ""
+    screen.say((answer.strategy, "bold" if answer.fails else "yellow"), summary)
     rows = [
         (name, ", ".join(cause.name for cause in answer.causes if name in cause.tensors), f"{gap:.1e}")
-        for name, gap in sorted(gaps.items(), key=lambda each: -each[1])[:most]
+        for name, gap in sorted(gaps.items(), key=lambda item: -item[1])[:most]
     ]
     if len(gaps) > len(rows):
         rows.append((f"… and {len(gaps) - len(rows)} more (--all)", "", ""))
