@@ -252,7 +252,7 @@ def test_values_that_are_recorded_before_the_first_backward_are_its_steps(tmp_pa
 def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     continued(str(run))
-    assert "is of a loop or a step of your own" in refusal(capsys, "eval", str(run))
+    assert "was trained by your own loop or step" in refusal(capsys, "eval", str(run))
     weights = run / "checkpoints" / "last" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert "model.safetensors does not match" in refusal(capsys, "diff", str(run), str(run))
