@@ -1,4 +1,4 @@
-"""`lockstep audit`: scripts that have never heard of lockstep, right and with one fault each."""
+"""`lockstep audit` of scripts that do not use lockstep: correct ones, and ones with one fault each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEERS = {
     "lightning_trainer": "lightning",
     "hf_trainer": "transformers",
 }
-"""Scripts, and what they need."""
+"""The packages of scripts."""
 RIGHT = {
     "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right batchnorm-eval stream "
     "gathered-right schedule evaluation-right scaler zero augmentation evaluation-split",
@@ -115,7 +115,7 @@ BY_DESIGN = {
     "nanogpt": {"no_sync missing": "no-sync-missing"},
 }
 OFTEN_WITH = {"weights differ": ["gradients differ"]}
-"""Other faults that the scripts of a fault have as well."""
+"""Faults that come together."""
 QUICK = ("ddp plain", "ddp tokens")
 LONG = ("ddp dropout", "ddp contrastive", "ddp evaluation-pads", "hf_trainer padded", "lightning_trainer plain")
 """The rest is as slow, and shows less."""
@@ -123,45 +123,46 @@ LONG = ("ddp dropout", "ddp contrastive", "ddp evaluation-pads", "hf_trainer pad
 
 def _cases(table: dict[str, Any]) -> list[Any]:
     tiers = {**dict.fromkeys(QUICK, ()), **dict.fromkeys(LONG, (pytest.mark.long,))}
-    found = []
+    cases = []
     for script, by_kind in table.items():
         kinds = by_kind.items() if isinstance(by_kind, dict) else [("", by_kind)]
-        found += [(script, kind, finding) for finding, names in kinds for kind in names.split()]
+        cases += [(script, kind, finding) for finding, names in kinds for kind in names.split()]
     return [
         pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=tiers.get(f"{case[0]} {case[1]}", (pytest.mark.slow,)))
-        for case in found
+        for case in cases
     ]
 
 
-def _audited(script: str, kind: str, folder: Path, code: int) -> dict[str, Any]:
+def _audit(script: str, kind: str, folder: Path, code: int) -> dict[str, Any]:
     if script in PEERS:
         need([] if find_spec(PEERS[script]) else [PEERS[script]])
     ended = command(folder, "audit", "--output", "found", SCRIPTS / f"{script}.py", kind)
     assert ended.code == code, ended
-    found: dict[str, Any] = json.loads((folder / "found" / "audit.json").read_text())
-    return found
+    audit: dict[str, Any] = json.loads((folder / "found" / "audit.json").read_text())
+    return audit
 
 
 @pytest.mark.parametrize(("script", "kind", "finding"), _cases(RIGHT))
 def test_a_right_script_is_sound(script: str, kind: str, finding: str, tmp_path: Path) -> None:
-    found = _audited(script, kind, tmp_path, 0)
-    assert (found["findings"], found["ranks"]) == ([], 2)
-    assert 0 < found["largest_gap"] < 1e-12
-    assert found["steps"] >= 3
+    audit = _audit(script, kind, tmp_path, 0)
+    assert (audit["findings"], audit["ranks"]) == ([], 2)
+    assert 0 < audit["largest_gap"] < 1e-12
+    assert audit["steps"] >= 3
     assert not [*tmp_path.glob("*.pt")]
 
 
 @pytest.mark.parametrize(("script", "kind", "finding"), _cases(FAULTS))
 def test_a_fault_is_named(script: str, kind: str, finding: str, tmp_path: Path) -> None:
-    findings = [each["kind"] for each in _audited(script, kind, tmp_path, 3)["findings"] if not each["by_design"]]
-    assert finding in findings
-    assert {*findings} <= {finding, *OFTEN_WITH.get(finding, ())}
+    findings = _audit(script, kind, tmp_path, 3)["findings"]
+    faults = {fault["kind"] for fault in findings if not fault["by_design"]}
+    assert finding in faults
+    assert faults <= {finding, *OFTEN_WITH.get(finding, ())}
 
 
 @pytest.mark.parametrize(("script", "kind", "finding"), _cases(BY_DESIGN))
 def test_what_a_script_does_by_design_is_no_fault(script: str, kind: str, finding: str, tmp_path: Path) -> None:
-    findings = _audited(script, kind, tmp_path, 0)["findings"]
-    assert [(each["kind"], each["by_design"]) for each in findings] == [(finding, True)]
+    findings = _audit(script, kind, tmp_path, 0)["findings"]
+    assert [(choice["kind"], choice["by_design"]) for choice in findings] == [(finding, True)]
 
 
 EXAMPLES = {
@@ -176,13 +177,13 @@ EXAMPLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_has_the_finding_that_it_tells(name: str, tmp_path: Path) -> None:
+def test_an_example_has_the_finding_of_its_docstring(name: str, tmp_path: Path) -> None:
     script = SCRIPTS.parents[1] / "examples" / "audit" / f"{name}.py"
     assert f'"""Finding: {EXAMPLES[name]}. ' in script.read_text()
     ended = command(tmp_path, "audit", "--output", "found", script)
     assert ended.code == 3, ended
-    found = json.loads((tmp_path / "found" / "audit.json").read_text())
-    assert [each["kind"] for each in found["findings"]] == [EXAMPLES[name]]
+    findings = json.loads((tmp_path / "found" / "audit.json").read_text())["findings"]
+    assert [finding["kind"] for finding in findings] == [EXAMPLES[name]]
 
 
 @pytest.mark.slow
@@ -212,7 +213,7 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        ("raise ValueError('of its own')", 1, "ValueError: of its own"),
+        ("raise ValueError('no data')", 1, "ValueError: no data"),
         ("print('no step')", 2, "cannot be judged: no optimizer has stepped"),
         ("import time\ntime.sleep(60)", 2, "no optimizer has stepped after a model's call within 3 s"),
         (
@@ -224,7 +225,7 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(tmp_path: Path)
     ],
     ids=["fails", "no step", "no end", "draws"],
 )
-def test_a_script_that_cannot_be_judged_is_told_in_a_sentence(text: str, code: int, words: str, tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_judged_has_a_sentence(text: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     limit = ("--timeout", 3) if "time" in text else ()
     ended = command(tmp_path, "audit", *limit, "train.py")

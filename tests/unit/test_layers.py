@@ -74,7 +74,7 @@ def test_a_file_is_opened_for_writing_as_ones_own() -> None:
         r"""\.write_(?:text|bytes)\(|open\((?![^\n]*opener=unlinked)[^\n]*["'][rb]*[wax+][wabxt+]*["']"""
     )
     found = {str(file) for file, text in FILES.items() if writes.search(text)}
-    audit = {f"audit/{name}.py" for name in ("observer", "recorder", "recording", "replayer", "start")}
+    audit = {f"audit/{name}.py" for name in ("observer", "patches", "recorder", "start")}
     assert found == {*audit, "checkpoint/write.py", "launchers/nodes.py"}
 
 

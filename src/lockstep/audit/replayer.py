@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +14,13 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from .._torch import BatchNorm
+from ..files import write_json
 from . import recording
-from .observer import Observer, learning_rates
+from .observer import Observer, list_learning_rates, set_generators
+from .patches import wrap
 from .recording import (
     BY_SHARE,
     FIRST,
-    REFUSED,
     REVERSED,
     TOGETHER,
     TURNS,
@@ -28,69 +28,73 @@ from .recording import (
     UNMATCHED_ROWS,
     Read,
     Recording,
+    Replayed,
     Window,
 )
+from .tensors import are_equal, copy_batch, count_samples, join_batches
 
 
 class _Feed:
-    """What a loader yields: the ranks' batches, joined, iteration after iteration and pass after pass."""
+    """The ranks' batches of a loader, joined, iteration after iteration and pass after pass."""
 
     def __init__(self, ranks: list[list[Read]], tails: list[list[Read]], passes: list[str], ahead: int) -> None:
         """`ahead` batches are read before they are needed; those of the last step are of no use before another pass."""
         self._ranks, self._tails, self._passes, self._ahead = ranks, tails, passes, ahead
         self._pass = self._iteration = 0
-        self._items = self._joined()
+        self._items = self._join()
         self.sizes: list[list[int]] = []
-        """Samples of each rank in the batches that were yielded last."""
+        """Samples of each rank in the last batches."""
 
-    def _joined(self) -> list[tuple[list[list[Any]], Any, bool]]:
-        """Return, by iteration, each batch's parts by rank, the generators' states, and whether it came to its end."""
-        name = self._passes[self._pass]
-        chosen = [int(name.removeprefix("rank "))] if name.startswith("rank ") else [*range(len(self._ranks))]
-        is_last = self._pass == len(self._passes) - 1
-        reads = [
-            self._ranks[rank] + (self._tails[rank] if is_last and name in (TOGETHER, TURNS) else []) for rank in chosen
-        ]
-        found = []
-        for iteration in sorted({read.iteration for rank in reads for read in rank}):
-            ours = [[read for read in rank if read.iteration == iteration] for rank in reads]
-            batches = [[read for read in rank if not read.is_end] for rank in ours]
-            parts = [
-                [rank[number] for rank in batches if number < len(rank)] for number in range(max(map(len, batches)))
-            ]
+    def _join(self) -> list[tuple[list[list[Read]], bool]]:
+        """Return, by iteration, each batch's reads by rank, and whether the iteration is complete."""
+        name, is_last = self._passes[self._pass], self._pass == len(self._passes) - 1
+        ranks = self._ranks
+        if is_last and name in (TOGETHER, TURNS):
+            ranks = [reads + tail for reads, tail in zip(ranks, self._tails, strict=True)]
+        if (rank := _rank_of(name)) is not None:
+            ranks = [ranks[rank]]
+        iterations = sorted({read.iteration for reads in ranks for read in reads})
+        items = []
+        for iteration in iterations:
+            reads = [[read for read in rank if read.iteration == iteration] for rank in ranks]
+            batches = [[read for read in rank if not read.is_end] for rank in reads]
+            longest = max(map(len, batches))
+            parts = [[rank[number] for rank in batches if number < len(rank)] for number in range(longest)]
             if name == REVERSED:
-                parts = [each[::-1] for each in parts]
-            if name == FIRST:
-                parts = [parts[0] for _ in parts]
-            if name == TURNS:
-                parts = [[read] for each in parts for read in each]
-            if not is_last and self._ahead and iteration == max(read.iteration for rank in reads for read in rank):
+                parts = [part[::-1] for part in parts]
+            elif name == FIRST:
+                parts = parts[:1] * longest
+            elif name == TURNS:
+                parts = [[read] for part in parts for read in part]
+            if not is_last and self._ahead and iteration == iterations[-1]:
                 parts = parts[: -self._ahead]
-            is_ended = any(read.is_end for rank in ours for read in rank)
-            found.append(
-                ([[read.batch for read in each] for each in parts], [each[0].generators for each in parts], is_ended)
-            )
-        return found
+            items.append((parts, any(read.is_end for rank in reads for read in rank)))
+        return items
 
-    def next_iteration(self) -> Iterator[tuple[list[Any], Any]]:
-        """Yield each batch's parts and the generators' states; of the next pass where the record breaks off."""
+    def next_iteration(self) -> Iterator[list[Read]]:
+        """Yield each batch's reads by rank; of the next pass where the record breaks off."""
         while True:
             if self._iteration >= len(self._items):
                 if self._pass + 1 >= len(self._passes):
                     return
                 self._pass, self._iteration = self._pass + 1, 0
-                self._items = self._joined()
+                self._items = self._join()
                 continue
-            parts, states, is_ended = self._items[self._iteration]
+            parts, is_complete = self._items[self._iteration]
             self._iteration += 1
-            for part, state in zip(parts, states, strict=True):
-                self.sizes = [*self.sizes[-3:], [recording.size_of(batch) for batch in part]]
-                yield part, state
-            if is_ended or self._iteration < len(self._items):
+            for part in parts:
+                self.sizes = [*self.sizes[-3:], [count_samples(read.batch) for read in part]]
+                yield part
+            if is_complete or self._iteration < len(self._items):
                 return
 
 
-def _ahead(windows: list[Window], loader: int) -> int:
+def _rank_of(name: str) -> int | None:
+    """Return the rank whose samples a pass has alone."""
+    return int(name.removeprefix("rank ")) if name.startswith("rank ") else None
+
+
+def _count_ahead(windows: list[Window], loader: int) -> int:
     """Return how many batches a loop reads before it needs them: those of its first step beyond the second's."""
     counts = [sum(read.loader == loader and not read.is_end for read in window.reads) for window in windows[:2]]
     return max(0, counts[0] - counts[1]) if len(counts) > 1 else 0
@@ -102,28 +106,28 @@ class Replayer(Observer):
     def __init__(self, folder: Path, dtype: torch.dtype | None, passes: list[str]) -> None:
         super().__init__(folder, dtype)
         record = Recording(folder)
-        self._windows, self._passes = record.windows, passes
+        self._windows = record.windows
         self._plan = [(step, name) for name in passes for step in range(record.steps)]
         self._has_tail = passes[-1] in (TOGETHER, TURNS)
         self._draw = self._draw_of_pass = 0
         self._draws = [[draw for window in windows for draw in window.draws] for windows in record.windows]
-        self._final = record.final()
-        self._recorded = record.facts[0]
+        self._final = record.read_final_weights()
+        self._lengths: dict[str, int] = record.facts[0]["lengths"]
         self._training = {number for facts in record.facts for number in facts["training"]}
         reads = [[read for window in windows[: record.steps] for read in window.reads] for windows in record.windows]
-        tails = record.tails()
-        for rank, windows in enumerate(record.windows):  # windows that not all ranks have are no part of it
-            if len(windows) > record.steps:
-                tails[rank] = []
-        numbers = {read.loader for rank in (*reads, *tails) for read in rank}
+        tails = [
+            tail if len(windows) == record.steps else []  # windows that not all ranks have are no part of it
+            for windows, tail in zip(record.windows, record.read_tails(), strict=True)
+        ]
+
+        def of_loader(ranks: list[list[Read]], number: int) -> list[list[Read]]:
+            return [[read for read in rank if read.loader == number] for rank in ranks]
+
         self._feeds = {
             number: _Feed(
-                [[read for read in rank if read.loader == number] for rank in reads],
-                [[read for read in rank if read.loader == number] for rank in tails],
-                passes,
-                _ahead(record.windows[0], number),
+                of_loader(reads, number), of_loader(tails, number), passes, _count_ahead(record.windows[0], number)
             )
-            for number in numbers
+            for number in {read.loader for rank in (*reads, *tails) for read in rank}
         }
 
     @property
@@ -131,60 +135,51 @@ class Replayer(Observer):
         return self._plan[min(self.step, len(self._plan) - 1)]
 
     def install(self) -> None:
-        """Set the hooks; make this process a world of its own, also where the script says otherwise."""
+        """Set the hooks; make this process a world of one rank, also where the script says otherwise."""
         super().install()
-        plain = dist.init_process_group
 
-        def init(*args: Any, **options: Any) -> None:
+        def init(plain: Any, *args: Any, **options: Any) -> None:
             rank = options.get("rank", -1)
             if (int(os.environ.get("RANK", 0)) if rank is None or rank < 0 else rank) > 0:
                 os._exit(0)  # of a script that starts its ranks itself
-            self.facts["is_told_ranks"] = (options.get("world_size") or 1) > 1
+            self.facts["has_several_ranks"] = (options.get("world_size") or 1) > 1
             plain(*args, **options | {"world_size": 1, "rank": 0})
 
-        dist.init_process_group = init
+        wrap(dist, "init_process_group", init)
 
     def write_facts(self) -> None:
         """See `Observer.write_facts`."""
         if self.step and self._has_tail:
-            part = self.folder / f"replay.{os.getpid()}"
-            part.write_text(json.dumps(self.facts | {"reached_tail": self.is_tail}))
-            part.replace(self.folder / "replay.json")
+            write_json(self.folder / "replay.json", self.facts)
 
-    def batches(self, number: int, iteration: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
+    def iterate(self, number: int, iteration: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
         """Yield the ranks' batches, joined."""
         if self.is_tail and number in self._training:
-            self.facts["next_schedule_steps"] = self.schedule_steps
-            self.end()
+            self.end_next_epoch()
         if number not in self._feeds:
             return
-        for parts, states in self._feeds[number].next_iteration():
+        for reads in self._feeds[number].next_iteration():
             try:
-                batch = recording.joined(parts)
+                batch = join_batches([read.batch for read in reads])
             except ValueError as error:
-                (self.folder / REFUSED).write_text(str(error))
-                self.end()
-            recording.set_generator_states(states)
-            yield recording.copied(batch)
+                self.refuse(str(error))
+            if (states := reads[0].generators) is not None:
+                set_generators(states)
+            yield copy_batch(batch)
 
-    def length(self, loader: DataLoader[Any], plain: Callable[[], int]) -> int:
-        """Return the number of batches that a rank's loader had; for all loaders of the data set that is trained on."""
-        if not any(loader is each for each in self.loaders):
+    def count_batches(self, loader: DataLoader[Any], plain: Callable[[], int]) -> int:
+        """Return the number of batches of a rank's loader; for all loaders of the data set that is trained on."""
+        number = self.number_of(loader)
+        if number is None:
             return plain()
-        lengths, number = self._recorded["lengths"], self.number_of(loader)
-        for other in sorted(self._training):
-            if (
-                self.loaders[other : other + 1]
-                and self.loaders[other].dataset is loader.dataset
-                and f"{other}" in lengths
-            ):
-                return int(lengths[f"{other}"])
-        return int(lengths[f"{number}"]) if f"{number}" in lengths else plain()
+        trained = [other for other in sorted(self._training) if other < len(self.loaders)]
+        numbers = [*(other for other in trained if self.loaders[other].dataset is loader.dataset), number]
+        lengths = [self._lengths[f"{number}"] for number in numbers if f"{number}" in self._lengths]
+        return lengths[0] if lengths else plain()
 
     def see_root(self, number: int) -> None:
-        """Put the recorded weights in place; let BatchNorm compute by share."""
-        step, _ = self._now
-        self.set_weights(self._windows[0][step].weights, only=number)
+        """Set the recorded weights; let BatchNorm compute by share."""
+        self.set_weights(self._windows[0][self._now[0]].weights, only=number)
         for module in self.modules.roots[number].modules():
             if isinstance(module, BatchNorm):
                 module.forward = self._by_share(module)  # type: ignore[method-assign]
@@ -202,19 +197,19 @@ class Replayer(Observer):
 
         return forward
 
-    def _chosen(self) -> list[Window]:
+    def _present_windows(self) -> list[Window]:
         """Return the windows whose samples the present window has: those of all ranks, or of one."""
         step, name = self._now
-        if name == FIRST:
-            step = 0
-        windows = [windows[step] for windows in self._windows][:: -1 if name == REVERSED else 1]
-        return [windows[int(name.removeprefix("rank "))]] if name.startswith("rank ") else windows
+        windows = [windows[0 if name == FIRST else step] for windows in self._windows]
+        if (rank := _rank_of(name)) is not None:
+            return [windows[rank]]
+        return windows[::-1] if name == REVERSED else windows
 
     def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
         """Replace a draw by the ranks' recorded ones, one after the other if they are of samples."""
         if self.is_tail or not result.dim():
             return result
-        windows = self._chosen()
+        windows = self._present_windows()
         draws = [window.draws[self._draw] for window in windows if self._draw < len(window.draws)]
         if self._now[1] == TURNS:
             turn, rank = divmod(self._draw_of_pass, len(self._windows))
@@ -222,52 +217,50 @@ class Replayer(Observer):
         self._draw, self._draw_of_pass = self._draw + 1, self._draw_of_pass + 1
         if len(draws) < len(windows):
             return result
-        is_alike = all(torch.equal(draws[0], draw) for draw in draws[1:])
-        sizes = [recording.size_of(window.reads[0].batch) if window.reads else 0 for window in windows]
+        is_alike = are_equal(draws)
+        sizes = [count_samples(window.reads[0].batch) if window.reads else 0 for window in windows]
         of_samples = not any(sizes) or sizes == [len(draw) for draw in draws]  # also where the script asks for fewer
-        whole = draws[0]
-        if is_order and sum(map(len, draws)) == len(result):  # of a batch's samples, within each rank's
+        joint, rows = draws[0], sum(map(len, draws))
+        if is_order and rows == len(result):  # of a batch's samples, within each rank's
             offsets = [sum(map(len, draws[:rank])) for rank in range(len(draws))]
-            whole = torch.cat([draw + offset for draw, offset in zip(draws, offsets, strict=True)])
-        elif sum(map(len, draws)) == len(result) or (is_new and of_samples and not is_alike):
-            whole = torch.cat(draws)
+            joint = torch.cat([draw + offset for draw, offset in zip(draws, offsets, strict=True)])
+        elif rows == len(result) or (is_new and of_samples and not is_alike):
+            joint = torch.cat(draws)
         elif not is_alike:
             (self.folder / UNMATCHED).touch()
-        if not is_new and whole.shape == result.shape:
-            return result.copy_(whole)
-        if is_new and whole.shape[1:] == result.shape[1:]:
-            return whole.to(result)
+        if not is_new and joint.shape == result.shape:
+            return result.copy_(joint)
+        if is_new and joint.shape[1:] == result.shape[1:]:
+            return joint.to(result)
         (self.folder / UNMATCHED).touch()
         return result
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Save the gradients of the present window."""
-        self.modules.add(optimizer)
+        self.modules.add_optimizer(optimizer)
         if self.is_tail or not self.modules.roots:
             return
-        step, name = self._now
-        found = recording.Replayed(
-            self.modules.gradients(optimizer),
+        replayed = Replayed(
+            self.modules.gradients(optimizer, {}),
             self.modules.gradients(optimizer, self.unclipped),
-            learning_rates(optimizer),
+            list_learning_rates(optimizer),
             self.schedule_steps,
             self.inputs,
             self.calls,
         )
-        recording.save(tuple(found), recording.replay_path(self.folder, step, name))
+        recording.save(replayed, recording.replay_path(self.folder, *self._now))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Put the next window's weights in place."""
+        """Set the next window's weights."""
         if self.is_tail:
             self.end_step_of_tail()
             return
         if not self.modules.roots:
             return
         self.step, self._draw, self.inputs, self.calls, self.unclipped = self.step + 1, 0, [], 0, {}
-        if self.step < len(self._plan) and not self._now[0]:
-            self._draw_of_pass = 0
         if self.step < len(self._plan):
             step, name = self._now
+            self._draw_of_pass = self._draw_of_pass if step else 0
             self.set_weights(self._windows[0][0 if name == FIRST else step].weights)
         elif self._has_tail:
             self.set_weights(self._final)

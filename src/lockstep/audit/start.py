@@ -20,11 +20,11 @@ from . import BEGUN, VARIABLE
 
 _STARTUP = Path(__file__).parent / "startup"
 _LOOK_S = 0.1
-_GRACE_S = 2.0  # for the other ranks to say why, where one has failed
+_GRACE_S = 2.0  # for messages of the other ranks after one has failed
 
 
 class Process(NamedTuple):
-    """A command, and what its environment has beside this process's."""
+    """A command, and its environment beside this process's."""
 
     command: Sequence[str]
     env: dict[str, str]
@@ -32,54 +32,56 @@ class Process(NamedTuple):
 
 def ranks(command: Sequence[str], count: int) -> list[Process]:
     """Return `count` ranks of a command, with the variables that torchrun would give them."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCHELASTIC_RUN_ID": "audit"}
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{count}")
     shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    own = ("RANK", "LOCAL_RANK", "ROLE_RANK")
-    return [Process(command, shared | dict.fromkeys(own, f"{rank}")) for rank in range(count)]
+    variables = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+    return [Process(command, shared | dict.fromkeys(variables, f"{rank}")) for rank in range(count)]
 
 
-def run(mode: str, started: Sequence[Process], folder: Path, *, limit_s: float = 300.0, **asked: object) -> int | None:
+def run(
+    mode: str, processes: Sequence[Process], folder: Path, *, limit_s: float = 300.0, **options: object
+) -> int | None:
     """Run processes with the observer in each Python among them; return the first exit code that is not 0, or 0.
 
-    `mode` is record or replay, `asked` what the observer takes. The output goes to MODE.txt in `folder`. Where one
-    fails, the others are killed, as is in the end what they have left. None if all were killed because `folder` had no
-    new file for `limit_s` seconds.
+    `mode` is record or replay, `options` are the observer's. The output goes to MODE.txt in `folder`. If one process
+    fails, the others are killed, and in the end their children. None if all were killed because `folder` had no new
+    file for `limit_s` seconds.
     """
     if not (folder / BEGUN).exists():
         (folder / BEGUN).touch()
     path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
-    request = json.dumps({"mode": mode, "folder": str(folder), **asked})
+    request = json.dumps({"mode": mode, "folder": str(folder), **options})
     env = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: request, "PYTHONPATH": path}
     children: list[subprocess.Popen[bytes]] = []
     with (folder / f"{mode}.txt").open("wb") as file:
         try:
-            for each in started:
+            for process in processes:
                 children.append(
                     subprocess.Popen(
-                        each.command,
-                        env=env | each.env,
+                        process.command,
+                        env=env | process.env,
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                         preexec_fn=end_with_parent,
                     )
                 )
-            return _waited(children, folder, limit_s)
+            return _wait(children, folder, limit_s)
         finally:
             for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):  # a launcher's ranks have sessions of their own
-                    for each in psutil.Process(child.pid).children(recursive=True):
-                        each.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # a launcher's ranks have other sessions
+                    for grandchild in psutil.Process(child.pid).children(recursive=True):
+                        grandchild.kill()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
 
 
-def _waited(children: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> int | None:
+def _wait(children: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> int | None:
     changed_s, count, failed_s = time.monotonic(), 0, 0.0
     while True:
         codes = [child.poll() for child in children]
@@ -95,7 +97,7 @@ def _waited(children: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: 
         time.sleep(_LOOK_S)
 
 
-def remove_made(folder: Path) -> None:
-    """Remove the files that the script made by torch.save, or as a copy, where none was."""
-    for each in folder.glob("saved/*.made"):
-        Path(each.read_text()).unlink(missing_ok=True)
+def remove_new_files(folder: Path) -> None:
+    """Remove the script's new files, which it made by torch.save or as a copy."""
+    for note in folder.glob("saved/*.made"):
+        Path(note.read_text()).unlink(missing_ok=True)

@@ -6,16 +6,17 @@ import dataclasses
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..audit import start
+from ..audit import REFUSED, start
 from ..errors import ProofError, RequestError, RunError
 from ..files import write_json, write_whole
 from ..printable import visible
 from ..screen import Screen
 from . import flags, output, run
+from .variants import whole_number
 
 if TYPE_CHECKING:
     from ..audit.judge import Verdict
@@ -24,9 +25,9 @@ USAGE = """\
 usage: lockstep audit [--devices N] [flags] SCRIPT [its own flags]
        lockstep audit [flags] -- COMMAND      one that starts the ranks, such as accelerate launch
 
-Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps, and lets it come to an
-evaluation and the next epoch; then in one process, on the ranks' samples, random draws and weights, and compares the
-gradients. Says whether N ranks train the model that one process would train, and what makes them differ.
+Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps and on to an evaluation
+and the next epoch; then in one process, on the ranks' samples, random draws and weights. Compares the gradients, says
+whether N ranks train the model that one process would train, and names the causes of a difference.
 
   --devices N       ranks (default: 2)
   --steps K         optimizer steps (default: 3)
@@ -34,13 +35,13 @@ gradients. Says whether N ranks train the model that one process would train, an
   --timeout S       seconds without a step after which the script is ended (default: 300)
   --output FOLDER   also write audit.md and audit.json there
 
-Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails by itself.
+Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails.
 """
-_OWN = {**dict.fromkeys(("--devices", "--steps", "--output", "--timeout"), str), "--float64": bool}
+_FLAGS = {**dict.fromkeys(("--devices", "--steps", "--output", "--timeout"), str), "--float64": bool}
 
 
 class Audited(NamedTuple):
-    """What is audited: a command, how its ranks start, and for how long."""
+    """A command to audit, the processes of its ranks, and its limits."""
 
     about: str
     processes: Callable[[int], list[start.Process]]
@@ -50,45 +51,46 @@ class Audited(NamedTuple):
     float64: bool = False
     limit_s: float = 300.0
 
-    def run(self, mode: str, folder: Path, ranks: int, **asked: object) -> int | None:
-        """Record or replay; return the exit code, None where the command was ended."""
-        return start.run(mode, self.processes(ranks), folder, limit_s=self.limit_s, float64=self.float64, **asked)
+    def run(self, mode: str, folder: Path, ranks: int, **options: object) -> int | None:
+        """Record or replay; return the exit code, None if the command was ended."""
+        return start.run(mode, self.processes(ranks), folder, limit_s=self.limit_s, float64=self.float64, **options)
 
 
-def main(given: list[str]) -> int:
-    """Audit a script; return 0 where it is sound. Raises `ProofError` where it is not."""
-    at = given.index("--") if "--" in given else None
-    ours, script = run.split(given, ("--float64",)) if at is None else (given[:at], given[at:])
-    own, rest = flags.take(ours, _OWN, prog="lockstep audit")
-    if rest:
-        raise RequestError(f"lockstep audit has no flag {rest[0]}; flags of the script follow it.")
-    command = script[1:] if at is not None else script
+def main(words: list[str]) -> int:
+    """Audit a script; return 0 if it is sound. Raises `ProofError` if it is not."""
+    is_script = "--" not in words
+    if is_script:
+        words, command = run.split(words, ("--float64",))
+    else:
+        words, command = words[: words.index("--")], words[words.index("--") + 1 :]
+    values, unknown = flags.take(words, _FLAGS, prog="lockstep audit")
+    if unknown:
+        raise RequestError(f"lockstep audit has no flag {unknown[0]}; flags of the script follow it.")
     if not command:
         raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
-    if at is None and not Path(command[0]).is_file():
+    if is_script and not Path(command[0]).is_file():
         raise RequestError(f"{command[0]} is not there; give the path of a script, or -- and a command.")
-    ranks, steps, limit = (
-        _whole(own, name, usual) for name, usual in (("--devices", 2), ("--steps", 3), ("--timeout", 300))
+    ranks, steps, limit_s = (
+        whole_number(name, values.get(name)) or default
+        for name, default in (("--devices", 2), ("--steps", 3), ("--timeout", 300))
     )
     if ranks < 2:
         raise RequestError(f"--devices {ranks}: an audit compares several ranks with one process; give 2 or more.")
 
     def processes(count: int) -> list[start.Process]:
-        if at is None:
-            return start.ranks([sys.executable, *command], count)
-        return [start.Process(command, {})]
+        return start.ranks([sys.executable, *command], count) if is_script else [start.Process(command, {})]
 
-    audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in own, float(limit))
-    return judge(audited, Path(own["--output"]) if "--output" in own else None)
+    audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in values, limit_s)
+    return judge(audited, Path(values["--output"]) if "--output" in values else None)
 
 
 def judge(audited: Audited, folder: Path | None, keep: Callable[[Verdict], None] = lambda verdict: None) -> int:
     """Audit, print and write the verdict, also by `keep`; return 0 for a sound script. Raises `ProofError`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
         try:
-            verdict = _verdict(audited, Path(name))
+            verdict = _measure(audited, Path(name))
         finally:
-            start.remove_made(Path(name))
+            start.remove_new_files(Path(name))
     _print(verdict, audited.about, folder)
     keep(verdict)
     if not verdict.is_sound:
@@ -100,63 +102,56 @@ def judge(audited: Audited, folder: Path | None, keep: Callable[[Verdict], None]
     return 0
 
 
-def _verdict(audited: Audited, folder: Path) -> Verdict:
-    about = audited.about
+def _measure(audited: Audited, folder: Path) -> Verdict:
+    def refuse(reason: str) -> RequestError:
+        return RequestError(f"{audited.about} cannot be judged: {reason}.")
+
     code = audited.run("record", folder, audited.ranks, steps=audited.steps)
-    known = [*folder.glob("rank*")]
-    if code and not (known and all((rank / "final.pt").exists() for rank in known)):
-        raise _failed(folder / "record.txt", f"{about} failed by itself")
-    start.remove_made(folder)  # a script may continue from what it finds
-    ranks = len([*folder.glob("rank*/window0.pt")])
-    if (folder / "refused.txt").exists():
-        raise RequestError(f"{about} cannot be judged: {(folder / 'refused.txt').read_text()}.")
-    if not ranks:
-        within = f" within {audited.limit_s:g} s (--timeout)" if code is None else ""
-        raise RequestError(f"{about} cannot be judged: no optimizer has stepped after a model's call{within}.")
-    if ranks < len(known):
-        raise RequestError(f"{about} cannot be judged: an optimizer steps on {ranks} of {len(known)} ranks alone.")
-    if ranks < 2:
-        raise RequestError(f"{about} cannot be judged: it has one rank; start several, as by --devices 2.")
+    ranks = [*folder.glob("rank*")]
+    if code and not (ranks and all((rank / "final.pt").exists() for rank in ranks)):
+        _print_output(folder / "record.txt")
+        raise RunError(f"{audited.about} failed: its own message is above.")
+    start.remove_new_files(folder)  # a script may continue from files that it finds
+    stepping = len([*folder.glob("rank*/window0.pt")])
+    if (folder / REFUSED).exists():
+        raise refuse((folder / REFUSED).read_text())
+    if not stepping:
+        limit = f" within {audited.limit_s:g} s (--timeout)" if code is None else ""
+        raise refuse(f"no optimizer has stepped after a model's call{limit}")
+    if stepping < len(ranks):
+        raise refuse(f"an optimizer steps on {stepping} of {len(ranks)} ranks alone")
+    if stepping < 2:
+        raise refuse("it has one rank; start several, as by --devices 2")
     from ..audit import judge  # late: it imports torch
-    from ..audit.recording import REFUSED, TOGETHER, TURNS, Recording
+    from ..audit.recording import TOGETHER, TURNS, Recording
 
     record = Recording(folder)
-    missing = [TOGETHER]
-    while missing:
-        code = audited.run("replay", folder, 1, passes=missing)
-        start.remove_made(folder)
-        done = [name for name in missing if record.replayed(record.steps - 1, name) is not None]
-        if (folder / REFUSED).exists():
+    passes = [TOGETHER]
+    while passes:
+        code = audited.run("replay", folder, 1, passes=passes)
+        start.remove_new_files(folder)
+        complete = [name for name in passes if record.read_replay(record.steps - 1, name) is not None]
+        if code and not complete and not (folder / REFUSED).exists():
+            _print_output(folder / "replay.txt")
+        if not complete or (folder / REFUSED).exists():
             break
-        if code and not done:
-            sys.stderr.write(visible((folder / "replay.txt").read_text(errors="replace")))
-        if not done:
-            break
-        if missing == [TOGETHER] and judge.takes_turns(record):
-            missing = [TURNS]
-        elif missing in ([TOGETHER], [TURNS]):
-            missing = judge.passes(record)
+        if passes == [TOGETHER] and judge.takes_turns(record):
+            passes = [TURNS]
+        elif passes in ([TOGETHER], [TURNS]):
+            passes = judge.list_passes(record)
         else:
-            missing = [name for name in missing if name not in done]
+            passes = [name for name in passes if name not in complete]
     return judge.judge(record)
 
 
-def _failed(output: Path, sentence: str) -> RunError:
-    """Print what the command has written; return the error."""
-    sys.stderr.write(visible(output.read_text(errors="replace")))
-    return RunError(f"{sentence}: its own message is above.")
-
-
-def _whole(own: Mapping[str, str], name: str, usual: int) -> int:
-    text = own.get(name, f"{usual}")
-    if not text.isdecimal() or not int(text):
-        raise RequestError(f"{name} {text}: give a whole number from 1 up.")
-    return int(text)
+def _print_output(path: Path) -> None:
+    """Print the output of the command."""
+    sys.stderr.write(visible(path.read_text(errors="replace")))
 
 
 def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
     about = f"{command}: {verdict.steps} steps on {verdict.ranks} ranks against one process"
-    lines = [f"{'by design' if each.by_design else 'FAULT'}: {each.sentence}" for each in verdict.findings]
+    lines = [f"{'by design' if finding.by_design else 'FAULT'}: {finding.sentence}" for finding in verdict.findings]
     if not verdict.refusal and verdict.largest_gap is not None and verdict.largest_gap <= verdict.tolerance:
         lines.append(
             f"{'sound' if verdict.is_sound else 'gradients'}: one process computes the same gradients of the ranks' "
@@ -173,5 +168,5 @@ def _print(verdict: Verdict, command: str, folder: Path | None) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "audit.md", "\n".join([f"# {about}", "", *(f"- {line}" for line in lines), ""]).encode())
-        told = dataclasses.asdict(verdict) | {"command": command, "sound": verdict.is_sound and not verdict.refusal}
-        write_json(folder / "audit.json", told)
+        is_sound = verdict.is_sound and not verdict.refusal
+        write_json(folder / "audit.json", dataclasses.asdict(verdict) | {"command": command, "sound": is_sound})

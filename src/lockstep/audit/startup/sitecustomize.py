@@ -1,10 +1,12 @@
 """Imported by every Python process of an audited command (its folder is on PYTHONPATH): observes torch."""
 
+import functools
 import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +14,26 @@ _NAME, _HERE = "LOCKSTEP_AUDIT", str(Path(__file__).parent)
 
 
 def _observe(module: Any) -> None:
-    from lockstep.audit import observer
+    from lockstep.audit import observer, patches
 
-    observer.install()
+    _HOOKS["accelerate.accelerator"] = functools.partial(patches.watch_gathers, observer.install())
 
 
 def _accept_any_world(module: Any) -> None:
-    """Let a trainer that was told how many ranks there are run as the only one."""
+    """Let a trainer run as the only rank, whose arguments name a number of ranks."""
     module.TorchElasticEnvironment.validate_settings = lambda *args, **options: None
 
 
-_HOOKS = {
+_HOOKS: dict[str, Callable[[Any], None]] = {
     "torch": _observe,
     "lightning.fabric.plugins.environments.torchelastic": _accept_any_world,
     "lightning_fabric.plugins.environments.torchelastic": _accept_any_world,
 }
-"""What to do as soon as a module is imported."""
+"""Functions that are called with a module as soon as it is imported."""
 
 
 class _Finder(importlib.machinery.PathFinder):
-    """Has the hooks called."""
+    """Calls the hooks."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
@@ -41,12 +43,12 @@ class _Finder(importlib.machinery.PathFinder):
             return None
         execute = spec.loader.exec_module
 
-        def then_call(module: Any) -> None:
+        def execute_and_call(module: Any) -> None:
             execute(module)
             assert hook is not None
             hook(module)
 
-        spec.loader.exec_module = then_call  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 
 
@@ -62,6 +64,6 @@ def _begin() -> None:
 if _NAME in os.environ:
     _begin()
 # This file hides another one of its name.
-_other = importlib.machinery.PathFinder.find_spec("sitecustomize", [each for each in sys.path if each != _HERE])
+_other = importlib.machinery.PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != _HERE])
 if _other is not None and _other.loader is not None:
     _other.loader.exec_module(importlib.util.module_from_spec(_other))
