@@ -300,8 +300,8 @@ a sample stands twice in the order: data/order.py
 + values[outside] = walked = values[outside] % np.uint64(self.samples)
 = unit/test_evaluation.py::test_each_sample_counts_once
 an evaluation pads its last batch: batching.py
-- whole = _cut(range(samples), batches, batch)
-+ whole = _cut(range(batches * -(-samples // batches)), batches, batch)
+- batch_range = _cut(range(samples), batches, batch)
++ batch_range = _cut(range(batches * -(-samples // batches)), batches, batch)
 = ranks/test_samples.py::test_a_clean_run_holds_each_sample_once
 the order is another one on each rank: jobs/job.py
 - seed=self.config.seed, epoch=epoch)
@@ -530,7 +530,7 @@ labels that are left out are not told: sessions/first_step.py
 + if False:
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[state_by_rank-2-1]
 state that differs between ranks is not told: runs/prepared.py
-- if mine != other:
+- if digest_here != digest_there:
 + if False:
 = ranks/test_bring.py::test_a_loop_comes_to_the_plain_numbers_or_is_refused[squeezed_samples-2-1]
 a squeezed batch ends the run: data/feed.py
@@ -636,8 +636,8 @@ a number of any length is read: launchers/environments.py
 -  and len(text) <= _MOST_DIGITS
 = unit/test_links.py::test_what_is_opened_late_or_elsewhere_is_no_link_either[a log]
 a link is written through: files.py
-- return named(path, flags | os.O_NOFOLLOW)
-+ return named(path, flags)
+- return open_regular(path, flags | os.O_NOFOLLOW)
++ return open_regular(path, flags)
 = unit/test_links.py::test_what_is_opened_late_or_elsewhere_is_no_link_either[a failure]
 a folder that is a link is written to: files.py
 -     check_own(path)
@@ -649,7 +649,7 @@ a link in a run's folder is not refused: runs/folders.py
 +             pass
 = unit/test_links.py::test_compiled_code_is_kept_where_nobody_else_can_write
 compiled code is kept where others can write: files.py
-- or found.st_mode & 0o077:
+- or status.st_mode & 0o077:
 + :
 = faults/test_neighbours.py::test_a_stranger_who_writes_every_key_of_the_store_ends_the_job_and_does_no_more
 what is read from the agents' store may name code: _torch.py

@@ -228,17 +228,17 @@ def on_unsent(report: Callable[[BaseException], None]) -> None:
 def nll_divisors(loss: Tensor) -> list[tuple[Tensor, int]]:
     """Return (divisor (0-dim), number of labels) of the means of negative log likelihoods in a loss's graph."""
     nodes: list[Any] = [loss.grad_fn]
-    found = []
+    divisors = []
     for _ in range(_MOST_NODES):
         if not nodes:
             break
         if (node := nodes.pop(0)) is None:
             continue
         if node.name().startswith("NllLoss") and node._saved_reduction == 1:
-            found.append((node._saved_total_weight.detach(), node._saved_target.numel()))
+            divisors.append((node._saved_total_weight.detach(), node._saved_target.numel()))
         else:
             nodes.extend(following for following, _ in node.next_functions)
-    return found
+    return divisors
 
 
 def set_timeout(limit: timedelta) -> None:

@@ -113,11 +113,11 @@ class BatchPlan:
         """
         batches = max(1, min(-(-samples // self.global_size), samples // self.ranks)) if samples else 0
         for batch in range(batches):
-            whole = _cut(range(samples), batches, batch)
-            share = _cut(whole, self.ranks, rank)
-            span = share or whole[:1]
-            row = share.start - whole.start
-            yield Share(span.start, span.stop, len(share), len(whole), True, batch, 0, row, len(whole))
+            batch_range = _cut(range(samples), batches, batch)
+            share = _cut(batch_range, self.ranks, rank)
+            span = share or batch_range[:1]
+            row = share.start - batch_range.start
+            yield Share(span.start, span.stop, len(share), len(batch_range), True, batch, 0, row, len(batch_range))
 
     def batch_shares(self, total: int, rank: int) -> list[Share]:
         """Return the rank's shares of a batch of `total` samples. Positions count from the batch's beginning."""

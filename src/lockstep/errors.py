@@ -71,31 +71,30 @@ output-dir=output print-freq=log-every root=data-dir save-dir=output sched=sched
 smoothing=label-smoothing sync-batchnorm=batchnorm sync-bn=batchnorm torchrun=environment warmup-epochs=warmup
 wd=weight-decay 16-mixed=fp16
 """
-"""Names of our options and values in torchvision's references, timm, torchrun, accelerate and Lightning (theirs=ours):
-too far in spelling for the nearest name to be the right one."""
+"""Names of our options and values in torchvision's references, timm, torchrun, accelerate and Lightning (theirs=ours),
+spelled too differently for the nearest name to be right."""
 _LIST_AT_MOST = 12
-"""Names that a sentence can hold; where there are more, it says where the list is instead."""
+"""Names that a sentence lists; with more, it points to the list instead."""
 _NAMED_AT_MOST = 4  # ranks, one by one
 
 
-def unknown(kind: str, asked: str, known: Iterable[str], hint: str = "") -> RequestError:
+def unknown(kind: str, name: str, valid_names: Iterable[str], hint: str = "") -> RequestError:
     """Return the error for an unknown name, with the nearest known names.
 
-    `kind` is the word for the thing ("strategy"), `known` the valid names, `hint` a last sentence, such as where the
-    names are listed.
+    `kind` is the word for the thing ("strategy"), `hint` a last sentence, such as where the names are listed.
     """
-    names = {name.lstrip("-"): name for name in sorted(known)}  # dashes would make all flags alike
-    word = asked.lower().lstrip("-").replace("_", "-")
-    synonyms = [ours for theirs, ours in (pair.split("=") for pair in _SYNONYMS.split()) if theirs == word]
-    near = [word] if word in names else [ours for ours in synonyms if ours in names]
-    near = near or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    by_key = {key.lstrip("-"): key for key in sorted(valid_names)}  # dashes would make all flags alike
+    word = name.lower().lstrip("-").replace("_", "-")
+    synonyms = [option for synonym, option in (pair.split("=") for pair in _SYNONYMS.split()) if synonym == word]
+    near = [word] if word in by_key else [option for option in synonyms if option in by_key]
+    near = near or difflib.get_close_matches(word, by_key, n=3, cutoff=0.5)
     if near:
-        offer = f"did you mean {' or '.join(names[name] for name in near)}?"
-    elif len(names) <= _LIST_AT_MOST:
-        offer = f"choose from {', '.join(names.values())}."
+        offer = f"did you mean {' or '.join(by_key[key] for key in near)}?"
+    elif len(by_key) <= _LIST_AT_MOST:
+        offer = f"choose from {', '.join(by_key.values())}."
     else:
         offer = "no name is like it."
-    return RequestError(f"Unknown {kind} {asked!r}: {offer}{' ' + hint if hint else ''}")
+    return RequestError(f"Unknown {kind} {name!r}: {offer}{' ' + hint if hint else ''}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -117,12 +116,12 @@ def ranks_in_short(ranks: Iterable[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    several = len(spans) > 1 or len(spans[0]) > 1
-    return f"rank{'s' * several} {', '.join('–'.join(map(str, span)) for span in spans)}"
+    is_plural = len(spans) > 1 or len(spans[0]) > 1
+    return f"rank{'s' * is_plural} {', '.join('–'.join(map(str, span)) for span in spans)}"
 
 
-def choose(kind: str, asked: str, known: Collection[str]) -> str:
-    """Return `asked` if it is among `known`; raise `unknown(...)` otherwise."""
-    if asked not in known:
-        raise unknown(kind, asked, known)
-    return asked
+def choose(kind: str, name: str, valid_names: Collection[str]) -> str:
+    """Return `name` if it is valid; raise `unknown(...)` otherwise."""
+    if name not in valid_names:
+        raise unknown(kind, name, valid_names)
+    return name

@@ -1,8 +1,8 @@
 """Files: written whole and through no link, read at a bounded cost.
 
-A run's folder may come from somebody else, or be shared. So lockstep opens its output files with `opener=unlinked`, in
-folders made by `own_folder`, since a link would lead to a file of somebody else's choice. It reads files by `read` and
-`lines_of`, within `understanding`, which makes one error of every defect.
+A run's folder may come from another user, or be shared. So lockstep opens its output files with `opener=unlinked`, in
+folders made by `own_folder`: a link could lead to any file. It reads files by `read` and `lines_of`, within
+`understanding`, which turns every defect into one error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from .errors import LockstepError, RequestError
 from .printable import visible_json
 
-MOST_BYTES = 64 << 20  # of JSON or TOML: an honest run of thousands of ranks writes a tenth of it
+MOST_BYTES = 64 << 20  # of JSON or TOML: a run of thousands of ranks writes a tenth of it
 LOCK = ".lock"
 """In a run's folder: rank 0's process locks its first byte, and supervisors of restarted ranks share the second."""
 _DIGITS = 40  # of a whole number in JSON; floats have no room for 309
@@ -35,8 +35,8 @@ REFUSED = {
 """Why a file or folder is not opened, by the OSError's errno; its `filename` is the path."""
 
 
-def named(path: str, flags: int) -> int:
-    """Open a regular file, as `opener` of `open`. Follows links: the user has named the path."""
+def open_regular(path: str, flags: int) -> int:
+    """Open a regular file, as `opener` of `open`. Follow links: the user chose the path."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe does not block
     except OSError as error:
@@ -49,7 +49,7 @@ def named(path: str, flags: int) -> int:
 
 def unlinked(path: str, flags: int) -> int:
     """Open a regular file, as `opener` of `open`; refuse a link, which would lead elsewhere."""
-    return named(path, flags | os.O_NOFOLLOW)
+    return open_regular(path, flags | os.O_NOFOLLOW)
 
 
 def check_own(path: Path) -> None:
@@ -67,12 +67,12 @@ def own_folder(path: Path) -> None:
 
 
 def private_folder() -> Path:
-    """Return this user's folder among the temporary files. Made if new; raises OSError where others can use it."""
+    """Return this user's folder among the temporary files; make a new one. Raises OSError if others can use it."""
     path = Path(tempfile.gettempdir()) / f"lockstep-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(errno.EPERM, "it is not a folder of this user alone (mode 0700)", str(path))
     return path
 
@@ -82,11 +82,11 @@ def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = Fals
 
     Raises OSError, too, for a link, a pipe, and more than `most_bytes`.
     """
-    with open(path, "rb", opener=named if through_links else unlinked) as file:
+    with open(path, "rb", opener=open_regular if through_links else unlinked) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read", str(path))
-        return file.read(size)  # not to an end that another process may put off
+        return file.read(size)  # not to the end, which another process may move
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -101,21 +101,21 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def parse_json(data: bytes | str) -> Any:
     """Return the value of JSON text. Raises ValueError for damage, deep nesting and very long numbers."""
     try:
-        return json.loads(data, parse_int=_whole)
+        return json.loads(data, parse_int=_short_int)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def _whole(digits: str) -> int:
+def _short_int(digits: str) -> int:
     if len(digits) > _DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
 
 def reason(error: BaseException) -> str:
-    """Return in one line why reading a file failed."""
-    told = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
-    return " ".join(told.split())[:160]
+    """Return the reason of a failed read, in one line."""
+    text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:160]
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def understanding(path: Path, advice: str = "give another copy of it") -> Iterat
 
 
 def shown(path: Path | None) -> str:
-    """Return a path for display. Relative below the working folder; "" for none."""
+    """Return a path for display, relative if below the working folder; "" for None."""
     if path is None:
         return ""
     with contextlib.suppress(ValueError, OSError):
@@ -148,13 +148,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Write `data` to `path` atomically. Raises OSError and keeps the old file where the disk fails.
+    """Write `data` to `path` atomically. If the disk fails, raise OSError and keep the old file.
 
     A `private` file is readable by this user alone.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.unlink(missing_ok=True)  # of a process with the same number, which was killed
+        part.unlink(missing_ok=True)  # of a killed process with the same id
         with open(part, "xb", opener=unlinked) as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
@@ -169,7 +169,7 @@ def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 class Appended:
-    """A file of ours to which data are appended. What a full disk does not take waits in memory."""
+    """An output file to append to. On a full disk, data waits in memory."""
 
     def __init__(self, path: Path) -> None:
         # Unbuffered: written data is in the kernel, and survives the end of this process.
@@ -177,20 +177,20 @@ class Appended:
         self.waiting: list[bytes] = []
 
     def write(self, *data: bytes) -> None:
-        """Append what waits and then `data`, each whole. Raises OSError for what has to wait."""
+        """Append waiting data and then `data`, each as a whole. Raises OSError if data has to wait."""
         self.waiting += data
         while self.waiting:
-            size, left = os.fstat(self._file.fileno()).st_size, self.waiting[0]
+            size, remainder = os.fstat(self._file.fileno()).st_size, self.waiting[0]
             try:
-                while left:  # a nearly full disk takes a part without an error, and refuses the rest at the next try
-                    left = left[self._file.write(left) :]
+                while remainder:  # a nearly full disk accepts a part without an error, and refuses the next write
+                    remainder = remainder[self._file.write(remainder) :]
             except OSError:
                 self._file.truncate(size)
                 raise
             self.waiting.pop(0)
 
     def close(self) -> None:
-        """Append what waits, and sync the file. Raises OSError for what is lost."""
+        """Append waiting data, and sync the file. Raises OSError if data is lost."""
         with self._file:
             try:
                 self.write()
@@ -199,7 +199,7 @@ class Appended:
 
 
 def legal(value: Any) -> Any:
-    """Return `value` without NaN and infinities. `{"loss": NaN}` becomes `{"loss": None, "loss_repr": "nan"}`."""
+    """Return `value` without NaN and infinities: `{"loss": NaN}` becomes `{"loss": None, "loss_repr": "nan"}`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
@@ -215,7 +215,7 @@ def legal(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as indented JSON, atomically. Numbers are as in `legal`."""
+    """Write `value`, made `legal`, to `path` as indented JSON, atomically."""
     text = visible_json(json.dumps(legal(value), indent=2, ensure_ascii=False, allow_nan=False, default=str))
-    # A file name that is not UTF-8 comes as lone surrogates, which are escaped as JSON does it.
+    # File names that are not UTF-8 hold lone surrogates; escape them as JSON does.
     write_whole(path, (text + "\n").encode(errors="backslashreplace"))

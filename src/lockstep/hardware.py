@@ -21,7 +21,7 @@ _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
 _MALLOPT = {-3: 2**28, -1: 2**31 - 1}
 """`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of malloc.h, in bytes."""
 keeps_freed_memory = False
-"""Whether this process's malloc was set by `keep_freed_memory`."""
+"""Whether `keep_freed_memory` has set this process's malloc."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Gpu:
 
     name: str
     uuid: str
-    memory_bytes: int  # its own; the host's where it computes in that
+    memory_bytes: int  # the GPU's, or the host's if the GPU uses that
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a process of this machine can compute with."""
+    """The hardware that a process on this machine can use."""
 
     cpu_name: str
-    cpus: int  # that this process may keep busy
+    cpus: int  # usable by this process
     memory_bytes: int  # of the host
     has_bf16_units: bool  # of the CPU; without them, bf16 is slower than fp32
     gpus: tuple[Gpu, ...]  # visible to this process, in the order of their indices
@@ -52,7 +52,7 @@ def survey(visible: str | None) -> Hardware:
 
 
 def cpus() -> int:
-    """Return the number of processors that this process may keep busy. At least 1; a quota is rounded up."""
+    """Return the number of processors that this process may use, at least 1; a quota is rounded up."""
     return max(1, math.ceil(min(len(processors()), quota())))
 
 
@@ -64,14 +64,14 @@ def processors() -> tuple[int, ...]:
 
 
 def quota(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return a process's quota by cgroup v2, in processors. Infinite without a limit.
+    """Return a process's quota by cgroup v2, in processors; infinite without a limit.
 
     `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max` has
     the microseconds, or `max`, of a period (https://docs.kernel.org/admin-guide/cgroup-v2.html).
     """
-    own = next((line[3:].strip("/") for line in _lines(own_groups) if line.startswith("0::")), "")
+    group_path = next((line[3:].strip("/") for line in _lines(own_groups) if line.startswith("0::")), "")
     limits = [math.inf]
-    for group in (groups / own, *(groups / own).parents):
+    for group in (groups / group_path, *(groups / group_path).parents):
         if group.is_relative_to(groups):
             limit, _, period = " ".join(_lines(group / "cpu.max")).partition(" ")
             limits += [int(limit) / int(period)] if limit.isdecimal() else []
@@ -89,16 +89,16 @@ def cpu_name() -> str:
 
 
 def bf16_units() -> str:
-    """Return the CPU's unit for bf16 matrix products. AMX or AVX-512; "" without one, or where unknown."""
+    """Return the CPU's unit for bf16 matrix products: AMX or AVX-512; "" without one, or if unknown."""
     flags = _cpuinfo("flags").split()
     return next((name for flag, name in _BF16_UNITS.items() if flag in flags), "")
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:
-    """Have glibc keep freed memory for later allocations. Unless `env` has malloc settings of the user's own.
+    """Have glibc keep freed memory for later allocations, unless the user set malloc options in `env`.
 
-    By default it gives large blocks back at once, so that the tensors of each step cost thousands of page faults: a
-    tenth to a quarter of a small convolutional net's step, and in each process another part (mallopt(3)).
+    By default glibc returns large blocks at once, so that the tensors of each step cost thousands of page faults: a
+    tenth to a quarter of a small convolutional net's step, different in each process (mallopt(3)).
     """
     global keeps_freed_memory
     if any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", ""):
@@ -110,8 +110,8 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
 
 
 def _cpuinfo(field: str) -> str:
-    found = (line.partition(":") for line in _lines(Path("/proc/cpuinfo")))
-    return next((value.strip() for name, _, value in found if name.strip() == field), "")
+    fields = (line.partition(":") for line in _lines(Path("/proc/cpuinfo")))
+    return next((value.strip() for name, _, value in fields if name.strip() == field), "")
 
 
 def _lines(path: Path) -> list[str]:
@@ -126,30 +126,30 @@ def gpus(visible: str | None) -> tuple[Gpu, ...]:
     return _nvidia(visible)[0]
 
 
-def select(found: Sequence[Gpu], visible: str | None, parts: Sequence[Gpu] = ()) -> tuple[Gpu, ...]:
+def select(gpus: Sequence[Gpu], visible: str | None, parts: Sequence[Gpu] = ()) -> tuple[Gpu, ...]:
     """Return those of `found` that CUDA_VISIBLE_DEVICES leaves, in its order.
 
-    As CUDA reads it: indices or unambiguous beginnings of UUIDs, up to the first one that does not exist. `parts` are
-    those of divided GPUs (MIG); a process sees the first that is named, and nothing else.
+    As CUDA reads it: indices or unambiguous prefixes of UUIDs, up to the first that does not exist. `parts` are the
+    partitions of divided GPUs (MIG); a process sees only the first that the variable names.
     """
     if visible is None:
-        return tuple(found)
+        return tuple(gpus)
     chosen: list[Gpu] = []
     for word in map(str.strip, visible.split(",")):
-        if part := [each for each in parts if each.uuid == word]:
-            return tuple(part)
+        if matching_parts := [part for part in parts if part.uuid == word]:
+            return tuple(matching_parts)
         if word.isdecimal():
-            named = list(found[int(word) : int(word) + 1])
+            matches = list(gpus[int(word) : int(word) + 1])
         else:
-            named = [gpu for gpu in found if word and gpu.uuid.startswith(word)]
-        if len(named) != 1:
+            matches = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(matches) != 1:
             break
-        chosen += named
+        chosen += matches
     return tuple(chosen)
 
 
 def driver_trouble() -> str:
-    """Return why the NVIDIA driver does not answer. "" where it does, and without a driver."""
+    """Return why the NVIDIA driver does not answer; "" if it does, and without a driver."""
     import pynvml
 
     try:
@@ -162,18 +162,18 @@ def driver_trouble() -> str:
 
 def nvml_handle(uuid: str) -> Any | None:
     """Return NVML's handle of a GPU; None if unknown. Valid while this process lives."""
-    asked("nvmlInit")
-    return asked("nvmlDeviceGetHandleByUUID", uuid)
+    query_nvml("nvmlInit")
+    return query_nvml("nvmlDeviceGetHandleByUUID", uuid)
 
 
 def in_use(handle: Any) -> tuple[int, int] | None:
-    """Return a GPU's (percent of time in use, bytes used). None where the driver does not tell (a part, MIG)."""
-    times, memory = asked("nvmlDeviceGetUtilizationRates", handle), asked("nvmlDeviceGetMemoryInfo", handle)
+    """Return a GPU's (percent of time in use, bytes used); None if the driver does not report it (MIG)."""
+    times, memory = query_nvml("nvmlDeviceGetUtilizationRates", handle), query_nvml("nvmlDeviceGetMemoryInfo", handle)
     return None if times is None or memory is None else (times.gpu, int(memory.used))
 
 
-def asked(function: str, *about: Any) -> Any:
-    """Return the answer of an NVML function. None without a driver, for lost GPUs, and for what parts (MIG) lack."""
+def query_nvml(function: str, *about: Any) -> Any:
+    """Return the result of an NVML function; None without a driver, for lost GPUs, and if partitions (MIG) lack it."""
     import pynvml  # late: it takes 25 ms
 
     try:
@@ -184,26 +184,27 @@ def asked(function: str, *about: Any) -> Any:
 
 def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     """Return the visible GPUs and the driver's version."""
-    asked("nvmlInit")  # where that fails, nothing below has an answer
-    whole = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
-    parts: list[Any] = []
-    for handle in whole if "MIG-" in (visible or "") else ():
-        parts += _handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", handle)
-    found = select(_described(whole), visible, _described(parts)), str(asked("nvmlSystemGetDriverVersion") or "")
-    asked("nvmlShutdown")
-    return found
+    query_nvml("nvmlInit")  # if this fails, all queries below return None
+    devices = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
+    partitions: list[Any] = []
+    for handle in devices if "MIG-" in (visible or "") else ():
+        partitions += _handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", handle)
+    gpus = select(_described(devices), visible, _described(partitions))
+    driver = str(query_nvml("nvmlSystemGetDriverVersion") or "")
+    query_nvml("nvmlShutdown")
+    return gpus, driver
 
 
-def _handles(count: str, at: str, *of: Any) -> list[Any]:
-    found = (asked(at, *of, index) for index in range(asked(count, *of) or 0))
-    return [handle for handle in found if handle is not None]
+def _handles(count: str, handle_of: str, *parents: Any) -> list[Any]:
+    handles = (query_nvml(handle_of, *parents, index) for index in range(query_nvml(count, *parents) or 0))
+    return [handle for handle in handles if handle is not None]
 
 
 def _described(handles: Sequence[Any]) -> list[Gpu]:
-    found = []
+    described = []
     for handle in handles:
-        name, uuid = asked("nvmlDeviceGetName", handle), asked("nvmlDeviceGetUUID", handle)
-        memory = asked("nvmlDeviceGetMemoryInfo", handle)
+        name, uuid = query_nvml("nvmlDeviceGetName", handle), query_nvml("nvmlDeviceGetUUID", handle)
+        memory = query_nvml("nvmlDeviceGetMemoryInfo", handle)
         if name is not None and uuid is not None:
-            found.append(Gpu(name, uuid, memory_bytes() if memory is None else int(memory.total)))
-    return found
+            described.append(Gpu(name, uuid, memory_bytes() if memory is None else int(memory.total)))
+    return described

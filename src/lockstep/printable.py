@@ -1,7 +1,7 @@
 """Foreign text, made safe for a terminal, a log or a page.
 
 A file's, class's or tensor's name may hold escape codes, which move a terminal's cursor or type, marks that turn the
-direction of reading, or the end of a line and a sentence of its own after it.
+direction of reading, or a line break and a forged sentence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable
 
 _ACTING = ("Cc", "Cf", "Zl", "Zp")
-"""Unicode's categories of controls, of marks without width, and of ends of lines and paragraphs."""
+"""Unicode categories of control characters, invisible marks, and line and paragraph separators."""
 
 
 def visible(text: str) -> str:
@@ -24,12 +24,12 @@ def one_line(text: str) -> str:
 
 
 def visible_json(text: str) -> str:
-    """Escape the characters that `visible` replaces, in JSON or TOML. The value stays the same."""
+    """Escape, in JSON or TOML, the characters that `visible` replaces. The value stays the same."""
     return _replaced(text, lambda code: f"\\u{code:04x}" if code < 0x10000 else chr(code))
 
 
-def told(sentence: str) -> str:
-    """Return a sentence as the command prints it: `lockstep: …`, one line."""
+def format_message(sentence: str) -> str:
+    """Return a sentence as commands print it: `lockstep: …`, one line."""
     return f"lockstep: {one_line(sentence)}\n"
 
 
@@ -37,7 +37,7 @@ def _replaced(text: str, replacement: Callable[[int], str]) -> str:
     def clean(line: str) -> str:
         if line.isprintable():
             return line
-        acting = (each != "\t" and unicodedata.category(each) in _ACTING for each in line)
-        return "".join(replacement(ord(each)) if acts else each for each, acts in zip(line, acting, strict=True))
+        acting = (char != "\t" and unicodedata.category(char) in _ACTING for char in line)
+        return "".join(replacement(ord(char)) if acts else char for char, acts in zip(line, acting, strict=True))
 
     return "\n".join(map(clean, text.split("\n")))

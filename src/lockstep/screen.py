@@ -18,23 +18,23 @@ Part = str | tuple[str, str]
 
 
 def line(*parts: Part) -> Text:
-    """Join the parts to one line of visible text. For a table's cell, or a sentence."""
+    """Join the parts to one line of visible text, for a table's cell or a sentence."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text).replace("\n", " "), style) for text, style in pairs))
 
 
 class Screen(Console):
-    """A rich console that shows foreign text literally. Neither as markup nor as escape codes."""
+    """A rich console that shows foreign text literally, not as markup or escape codes."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **how)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def say(self, *parts: Part, style: str = "") -> None:
         """Print a sentence in one line, however long: programs search for it."""
         self.print(line(*parts), style=style, soft_wrap=True)
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> None:
-        """Print rows under their heads: first `texts` columns of text, then numbers.
+        """Print rows under their heads: `texts` columns of text, then columns of numbers.
 
         A row without a number, "–", is faint. Without a terminal, lines are long.
         """
@@ -42,8 +42,8 @@ class Screen(Console):
             self.width = max(self.width, _WIDE)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for number, head in enumerate(heads):
-            how: dict[str, Any] = {"overflow": "fold"} if number < texts else {"justify": "right"}
-            table.add_column(head, **how)
+            layout: dict[str, Any] = {"overflow": "fold"} if number < texts else {"justify": "right"}
+            table.add_column(head, **layout)
         for row in rows:
             table.add_row(*map(line, row), style="dim" if "–" in row else "")
         self.print(table)

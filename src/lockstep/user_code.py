@@ -1,4 +1,4 @@
-"""User code named as `module:attribute`. Looked up with the current folder importable."""
+"""User code named as `module:attribute`, looked up with the current folder importable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGE = str(Path(__file__).parent)
 def check(flag: str, name: str) -> tuple[str, str]:
     """Return module and attribute of `name`; imports only the module's parents.
 
-    Raises `RequestError` where the name is not of that form or the module cannot be found.
+    Raises `RequestError` if the name has another form or the module cannot be found.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -40,22 +40,22 @@ def load(flag: str, name: str) -> Any:
     module, attribute = check(flag, name)
     try:
         with _current_folder_importable():
-            found: Any = importlib.import_module(module)
+            value: Any = importlib.import_module(module)
     except Exception as error:
         raise RequestError(f"{flag} {name}: importing {module} {raised(error)}.") from error
     try:
-        found = operator.attrgetter(attribute)(found)
+        value = operator.attrgetter(attribute)(value)
     except AttributeError:
         raise RequestError(f"{flag} {name}: {module} has no {attribute!r}; check the name after the colon.") from None
-    if not callable(found):
-        raise RequestError(f"{flag} {name} is an object of type {type(found).__name__}; give a class or function.")
-    return found
+    if not callable(value):
+        raise RequestError(f"{flag} {name} is an object of type {type(value).__name__}; give a class or function.")
+    return value
 
 
 def raised(error: Exception) -> str:
     """Describe an error of the user's code: `raised KeyError at /home/me/net.py:12: 'depth'`.
 
-    The place is the deepest frame of the user's; none where a call does not fit the signature.
+    The place is the user's deepest frame; absent if a call does not fit the signature.
     """
     places = [
         f" at {frame.filename}:{frame.lineno}"

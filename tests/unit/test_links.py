@@ -128,7 +128,7 @@ def test_a_run_changes_nothing_outside_its_folder(
 
 
 def _output(folder: Path) -> None:
-    with output.kept(folder / "output" / "rank_0.txt", shown=False):
+    with output.logged_to_file(folder / "output" / "rank_0.txt", shown=False):
         os.write(1, b"a word")
 
 

@@ -18,7 +18,7 @@ _HEAD = """
 import os, sys
 from pathlib import Path
 from lockstep.monitor import output
-with output.kept(Path(sys.argv[1]), shown=sys.argv[2] == "shown"):
+with output.logged_to_file(Path(sys.argv[1]), shown=sys.argv[2] == "shown"):
 """
 WRITES = """
     print("by print")

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import RequestError
-from ..files import DEFECTS, named, reason
+from ..files import DEFECTS, open_regular, reason
 from .read import load
 
 _GROUPS = {
@@ -70,7 +70,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def _load_content(path: Path) -> Any:
     """Return the file's content. First check that it needs no more memory than disk space."""
-    with open(path, "rb", opener=named) as file:
+    with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > psutil.virtual_memory().total:
             raise ValueError(f"its {size:,} bytes are more than this host's memory")

@@ -281,7 +281,7 @@ def _joules(gpus: list[Any], *, has_processors: bool) -> float:
 
     0 if no counter can be read. https://docs.kernel.org/power/powercap/powercap.html
     """
-    total = sum((hardware.asked("nvmlDeviceGetTotalEnergyConsumption", gpu) or 0) / 1000 for gpu in gpus)
+    total = sum((hardware.query_nvml("nvmlDeviceGetTotalEnergyConsumption", gpu) or 0) / 1000 for gpu in gpus)
     packages = Path("/sys/class/powercap").glob("intel-rapl:[0-9]/energy_uj")  # intel-rapl:0:1 is part of a package
     for counter in packages if has_processors else ():
         with contextlib.suppress(OSError, ValueError):

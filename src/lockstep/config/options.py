@@ -61,8 +61,8 @@ def flatten(config: RunConfig, only: Collection[str] | None = None) -> dict[str,
     for leaf in leaves():
         if only is None or leaf.key in only:
             value = leaf.of(config)
-            held = list(value) if isinstance(value, tuple) else value
-            flat[leaf.key] = str(held) if isinstance(held, Path) else held
+            plain = list(value) if isinstance(value, tuple) else value
+            flat[leaf.key] = str(plain) if isinstance(plain, Path) else plain
     return flat
 
 
@@ -74,38 +74,38 @@ def flatten_common(config: RunConfig) -> dict[str, Any]:
 def override(config: RunConfig, **values: Any) -> RunConfig:
     """Return `config` with options replaced by their public keys (`batch=256, data_dir="data"`).
 
-    Raises `RequestError` for a key that no option has, a value of another type, or one that cannot be honoured.
+    Raises `RequestError` for an unknown key, a value of another type, or a value that cannot be honoured.
     """
     return apply(config, values, source="override")
 
 
 def apply(config: RunConfig, values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """Return `config` with `{public key: value}` applied. `source` names their origin in errors."""
-    known = {leaf.key: leaf for leaf in leaves()}
+    """Return `config` with `{public key: value}` applied; errors name `source` as their origin."""
+    leaves_by_key = {leaf.key: leaf for leaf in leaves()}
     sections: dict[str | None, dict[str, Any]] = {}
     for name, value in values.items():
-        leaf = known.get(name.replace("_", "-"))
+        leaf = leaves_by_key.get(name.replace("_", "-"))
         if leaf is None:
-            raise unknown(f"option in {source}", name, known, "lockstep train --help lists all.")
+            raise unknown(f"option in {source}", name, leaves_by_key, "lockstep train --help lists all.")
         try:
-            held = None if value is None and leaf.optional else _as(leaf.kind, value)
+            converted = None if value is None and leaf.optional else _as(leaf.kind, value)
         except (TypeError, OverflowError):
-            found = json.dumps(value, default=str, ensure_ascii=False)
-            raise RequestError(f"{leaf.key} in {source} is {found}; it takes {leaf.takes}.") from None
-        sections.setdefault(leaf.section, {})[leaf.attribute] = held
+            text = json.dumps(value, default=str, ensure_ascii=False)
+            raise RequestError(f"{leaf.key} in {source} is {text}; it takes {leaf.takes}.") from None
+        sections.setdefault(leaf.section, {})[leaf.attribute] = converted
     top = sections.pop(None, {})
     parts = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items() if name}
     return dataclasses.replace(config, **parts, **top)
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """Return `value` as `kind`. TOML has no paths and tuples, and writes 1 where 1.0 or a word is meant."""
+    """Return `value` as `kind`. TOML has no paths or tuples, and an integer may stand for a float or a word."""
     if kind is Path and isinstance(value, str | Path) and value != "":
         return Path(value)
     if kind in (float, str) and type(value) is int:
         return kind(value)
     if get_args(kind) and isinstance(value, list | tuple):
-        return tuple(_as(get_args(kind)[0], each) for each in value)
+        return tuple(_as(get_args(kind)[0], item) for item in value)
     if type(value) is kind:  # exactly: a bool is no number here
         return value
     raise TypeError(kind)
@@ -120,7 +120,7 @@ def to_toml(config: RunConfig, only: Collection[str] | None = None) -> str:
 def from_toml(text: str, *, base: RunConfig | None = None, source: str = "TOML") -> RunConfig:
     """Return `base` (by default RunConfig()) with the options in `text`.
 
-    Raises `RequestError` where the text is not TOML or an option is unknown or of another type.
+    Raises `RequestError` if the text is not TOML or an option is unknown or of another type.
     """
     return apply(base or RunConfig(), _parsed(text, source), source=source)
 
@@ -128,7 +128,7 @@ def from_toml(text: str, *, base: RunConfig | None = None, source: str = "TOML")
 def _parsed(text: str, source: str) -> dict[str, Any]:
     if any(line.count(".") > _DOTS for line in text.splitlines()):
         raise RequestError(f"{source} is not valid: a line has more than {_DOTS} dots.")
-    with understanding(Path(source), "mend it"):
+    with understanding(Path(source), "repair it"):
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -138,18 +138,18 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 def read_toml(path: Path, *, base: RunConfig | None = None, through_links: bool = False) -> RunConfig:
     """Return the config in the file at `path`, over `base`. `through_links` is for a path that the user named.
 
-    Raises `RequestError` where the file cannot be read or `from_toml` refuses the text.
+    Raises `RequestError` if the file cannot be read or `from_toml` refuses the text.
     """
     return from_toml(_text(path, through_links=through_links), base=base, source=str(path))
 
 
 def read_named(path: Path) -> dict[str, Any]:
-    """Return {public key: value} of a run's config.toml. Only options named in the file; raises as `read_toml`."""
+    """Return {public key: value} of the options in a run's config.toml. Raises as `read_toml`."""
     return flatten(read_toml(path), _parsed(_text(path), str(path)))
 
 
 def _text(path: Path, *, through_links: bool = False) -> str:
-    with understanding(path, "mend it"):
+    with understanding(path, "repair it"):
         return read(path, most_bytes=_MOST_BYTES, through_links=through_links).decode()
 
 

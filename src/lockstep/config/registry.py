@@ -51,7 +51,7 @@ class Launcher(NamedTuple):
 LAUNCHERS = {
     "inline": Launcher(".join", joins=True),  # this process is the only rank
     "spawn": Launcher(".supervisor", joins=False),  # this process starts its host's ranks
-    # The same, again where one is lost; on several nodes with agents that agree.
+    # As spawn, with restarts of lost ranks; on several nodes, agents agree on them.
     "elastic": Launcher(".supervisor", False, ("--init-method", "--interface"), ".nodes"),
     "environment": Launcher(".join", True, ("--rank", "--world-size", "--interface")),  # torchrun, srun or mpirun has
     "manual": Launcher(".join", True, ("--init-method", "--rank", "--world-size", "--interface")),  # a person has
@@ -60,19 +60,19 @@ LAUNCHERS = {
 
 def with_ranks() -> str:
     """Name the strategies with several processes, joined by "or"."""
-    return " or ".join(name for name, each in KINDS.items() if each.has_ranks)
+    return " or ".join(name for name, kind in KINDS.items() if kind.has_ranks)
 
 
 def per_device() -> str:
     """Name the strategies with a process for each device, joined by "or"."""
-    return " or ".join(name for name, each in KINDS.items() if each.process_per_device)
+    return " or ".join(name for name, kind in KINDS.items() if kind.process_per_device)
 
 
 def with_several() -> str:
     """Name the strategies that use several devices, joined by "or"."""
-    return " or ".join(name for name, each in KINDS.items() if each.has_ranks or each.drives_all)
+    return " or ".join(name for name, kind in KINDS.items() if kind.has_ranks or kind.drives_all)
 
 
-def resolved(strategy: str, *, several: bool) -> str:
-    """Return the strategy, and for "auto" the one for several devices or ranks, or for one."""
-    return strategy if strategy != "auto" else "ddp" if several else "single"
+def resolved(strategy: str, *, distributed: bool) -> str:
+    """Return the strategy; for "auto", the default of several devices or ranks (`distributed`) or of one."""
+    return strategy if strategy != "auto" else "ddp" if distributed else "single"

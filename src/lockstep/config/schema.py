@@ -211,7 +211,7 @@ class ProofConfig:
     """Checks during training."""
 
     verify_every: Annotated[int | None, _FromZero, _key(metavar="STEPS")] = None
-    """Optimizer steps between comparisons of all ranks' weights, bit for bit, besides the one before each checkpoint.
+    """Optimizer steps between comparisons of all ranks' weights, bit for bit, plus one before each checkpoint.
     0: none at all; default: as often as costs under 0.5 % of the time."""
     ledger: bool = False  # Count samples in each epoch and evaluation; stop unless each came exactly once.
 
@@ -234,7 +234,7 @@ class RunConfig:
     proof: ProofConfig = field(default_factory=ProofConfig)
     epochs: int = 10  # Passes over the training set.
     max_steps: _MaybeInt = None  # Stop after this many optimizer steps; schedules still follow --epochs.
-    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations, besides a final one.
+    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations; the last one is evaluated.
     patience: Annotated[int | None, _key(metavar="EVALUATIONS")] = None  # Stop after this many without improvement.
     seed: Annotated[int, _FromZero] = 0  # Seed of weights, order and augmentation.
 
@@ -266,8 +266,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         "--eval-batch": batch.eval_batch is not None,
     }
     if optim.step and any(idle.values()):
-        told = ", ".join(flag for flag, is_asked in idle.items() if is_asked)
-        yield f"{told}: without effect with --step, which calls the model as it is; leave that out."
+        flags = ", ".join(flag for flag, is_set in idle.items() if is_set)
+        yield f"{flags}: without effect with --step, which calls the model as it is; leave that out."
     if not all(map(_scales_lr, optim.lr_scale)):
         yield f"--lr-scale {' '.join(optim.lr_scale)}: give PATTERN=FACTOR with a factor above 0, such as fc.*=10."
     if optim.nesterov and not optim.momentum:

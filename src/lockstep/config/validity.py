@@ -40,14 +40,14 @@ class Bounds:
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """The permitted words: those of a table, which may grow, and `others`."""
+    """The permitted words: those of a table, which may grow, and `extra`."""
 
     words: Collection[str]
-    others: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
 
     def check(self, flag: str, value: str) -> None:
-        """Raise `RequestError`, with the nearest words, for another one."""
-        choose(f"--{flag}", value, (*self.others, *self.words))
+        """Raise `RequestError`, with the nearest words, for any other word."""
+        choose(f"--{flag}", value, (*self.extra, *self.words))
 
 
 _USUAL = {int: Bounds(least=1, below=2**63), float: Bounds()}
@@ -77,25 +77,25 @@ class Leaf:
 @functools.cache
 def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
     """Return the options of a dataclass and its nested dataclasses, in order."""
-    found: list[Leaf] = []
+    leaves: list[Leaf] = []
     for name, hint in get_type_hints(owner, include_extras=True).items():
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if is_dataclass(plain):
-            found += leaves_of(plain, name)  # type: ignore[arg-type]
+            leaves += leaves_of(plain, name)  # type: ignore[arg-type]
             continue
         optional = NoneType in get_args(plain)
         kind = get_args(plain)[0] if optional else plain
         rules = [mark for mark in marks if isinstance(mark, Bounds | OneOf)]
         usual = _USUAL.get(next(iter(get_args(kind)), kind))
         keys = [mark.name for mark in marks if getattr(mark, "name", None)]
-        found.append(Leaf([*keys, name.replace("_", "-")][0], section, name, kind, optional, [*rules, usual][0]))
-    return tuple(found)
+        leaves.append(Leaf([*keys, name.replace("_", "-")][0], section, name, kind, optional, [*rules, usual][0]))
+    return tuple(leaves)
 
 
 def check(config: Any) -> None:
     """Raise `RequestError` for the first option with a value outside its rule."""
     for leaf in leaves_of(type(config)):  # type: ignore[arg-type]
         value = leaf.of(config)
-        for each in value if isinstance(value, tuple) else () if value is None else (value,):
+        for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if leaf.rule is not None:
-                leaf.rule.check(leaf.key, each)
+                leaf.rule.check(leaf.key, item)

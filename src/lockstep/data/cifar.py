@@ -65,7 +65,7 @@ def read(kind: Cifar, config: DataConfig) -> dict[str, tuple[Array, Array]]:
             "official archive there."
         ) from error
     return {
-        split: (np.ascontiguousarray(each.data), np.array(each.targets, np.uint8)) for split, each in loaded.items()
+        split: (np.ascontiguousarray(part.data), np.array(part.targets, np.uint8)) for split, part in loaded.items()
     }
 
 

@@ -1,8 +1,8 @@
 """Folders of photographs, ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, decoded during training.
 
-Where ROOT/test holds class folders too, test is the test set and val is for validation; val may then be absent.
+If ROOT/test also holds class folders, test is the test set and val is for validation; val may then be absent.
 Crop and flip are the "Inception" augmentation (Szegedy et al., 2015), by torchvision; other images are resized so that
-the shorter side is 256/224 of the asked one, and their centre is taken. Importing this module does not import torch.
+the shorter side is 256/224 of the requested one, and cropped to the centre. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 """ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
 _KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
-"""Formats that are read; Pillow knows forty more, some of which start other programs."""
+"""Accepted formats. Pillow knows forty more, some of which start other programs."""
 _ENDINGS = (
     *(".jpg", ".jpeg", ".png", ".jpe", ".jfif", ".mpo", ".apng", ".webp", ".bmp", ".dib", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tif", ".tiff"),
@@ -94,17 +94,17 @@ def decode(path: Path) -> Image.Image:
 
 
 def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
-    """Return a transform to size × size images. Varied by "crop" and "flip" where those are among the `variations`."""
+    """Return a transform to size × size images, with "crop" and "flip" if the `variations` name them."""
     centre = partial(_centre, size=size)
     if not {"crop", "flip"} & {*variations}:
         return centre  # without torchvision, which some builds of torch cannot load
     from torchvision.transforms import v2
 
-    made: Callable[[Image.Image], Image.Image] = v2.Compose(
+    composed: Callable[[Image.Image], Image.Image] = v2.Compose(
         [v2.RandomResizedCrop(size) if "crop" in variations else centre]
         + [v2.RandomHorizontalFlip()] * ("flip" in variations)
     )
-    return made
+    return composed
 
 
 def _centre(image: Image.Image, size: int) -> Image.Image:
@@ -130,17 +130,17 @@ def _middle(side: int, resized: int, size: int) -> tuple[float, float]:
 def folders(config: DataConfig) -> dict[str, str]:
     """Return {split: its folder}. A test folder without class folders, as ImageNet's is, is not read.
 
-    Raises `RequestError` where there is no image folder at --data-dir.
+    Raises `RequestError` without an image folder at --data-dir.
     """
     val, test = config.dir / "val", config.dir / "test"
-    found = {"train": "train", "test": "val"}
+    folder_of = {"train": "train", "test": "val"}
     if test.is_dir() and _classes(test):
-        found = {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
-    for root in (config.dir / name for name in found.values()):
+        folder_of = {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
+    for root in (config.dir / name for name in folder_of.values()):
         if not root.is_dir():
             advice = "give --data-dir the folder that holds train and val, or train and test"
             raise RequestError(f"--data imagefolder needs {root}/CLASS/*.jpg, and {root} is not there; {advice}.")
-    return found
+    return folder_of
 
 
 def _classes(root: Path) -> list[str]:
@@ -152,12 +152,12 @@ def _scan(config: DataConfig) -> Arrays:
     """Return each split's image paths, labels and skipped files; class names; numbers of other files by ending."""
     arrays: Arrays = {}
     other_files = Counter[str]()
-    found, classes = folders(config), _classes(config.dir / "train")
-    for name in found.values():
+    folder_of, classes = folders(config), _classes(config.dir / "train")
+    for name in folder_of.values():
         if different := sorted({*classes} ^ {*_classes(config.dir / name)}):
             some = f"{', '.join(different[:5])} ({len(different)} in all)"
             raise RequestError(f"The classes of train and {name} in {config.dir} differ: {some}; give both the same.")
-    for split, folder in found.items():
+    for split, folder in folder_of.items():
         root = config.dir / folder
         files = [_images(root, name, other_files) for name in classes]
         if config.skip_corrupt:
@@ -176,13 +176,13 @@ def _scan(config: DataConfig) -> Arrays:
         arrays[f"{split} labels"] = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
     ignored = [f"{ending or 'no ending'} {count:,}" for ending, count in sorted(other_files.items())]
     texts = {"classes": classes, "ignored": ignored}
-    return arrays | {key: np.array([os.fsencode(each) for each in words], np.bytes_) for key, words in texts.items()}
+    return arrays | {key: np.array([os.fsencode(word) for word in words], np.bytes_) for key, words in texts.items()}
 
 
 def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
     """Return the paths, below `root`, of a class's images, in ImageFolder's order.
 
-    Links are followed, but each folder is read once: they may lead round in a circle, or to one folder on many paths.
+    Links are followed, but each folder is read once: links may form a circle, or lead to one folder on many paths.
     Counts files of other endings in `other_files`.
     """
     images: list[tuple[str, str]] = []
@@ -193,7 +193,7 @@ def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
             inner.clear()
             continue
         read_folders.add(real)
-        inner[:] = sorted(each for each in inner if not each.startswith("."))
+        inner[:] = sorted(subfolder for subfolder in inner if not subfolder.startswith("."))
         below = os.path.relpath(folder, root)
         for file in files:
             if file.lower().endswith(_ENDINGS) and not file.startswith("."):
@@ -230,9 +230,9 @@ def build(request: Request) -> Splits:
     def make(split: str, variations: tuple[str, ...]) -> Source:
         paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
         images = Photographs(config.dir / splits[split], paths, labels, transform(size, variations))
-        # Crop and flip are done by the workers, before an image is small; cutout is left to the device.
-        left = tuple(name for name in variations if name == "cutout")
-        source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), left, MEAN, STD))
+        # Workers crop and flip the large image; the device does the cutout.
+        cutout = tuple(name for name in variations if name == "cutout")
+        source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), cutout, MEAN, STD))
         source.files = splits[split], paths
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source

@@ -55,16 +55,16 @@ class Transform:
     ) -> None:
         for name, least in (("crop", 8), ("cutout", 2)):  # smaller ones would not change
             if name in names and min(shape[1:]) < least:
-                found = f"{shape[1]} × {shape[2]}; leave {name} out"
-                raise RequestError(f"--augment {name} needs images of {least} × {least} pixels or more, found {found}.")
+                sides = f"{shape[1]} × {shape[2]}; leave {name} out"
+                raise RequestError(f"--augment {name} needs images of {least} × {least} pixels or more, found {sides}.")
         self.shape, self.dtype = shape, request.dtype
         self._names, self._seed, self._turns, self._is_normalised = names, request.seed, turns, bool(mean)
         self._device, self._channels_last = request.world.device, request.channels_last
         # Half precision is rounded once, at the end.
         self._exact = self.dtype if self.dtype in (torch.float32, torch.float64) else torch.float32
         # Repeated for a whole image: broadcasting over the channels alone was 6 times as slow on a CPU.
-        means, stds = (torch.tensor(each, dtype=torch.float64).repeat(shape[1] * shape[2]) for each in (mean, std))
-        self._scale, self._shift = (each.to(self._device, self._exact) for each in (1 / stds, -means / stds))
+        means, stds = (torch.tensor(values, dtype=torch.float64).repeat(shape[1] * shape[2]) for values in (mean, std))
+        self._scale, self._shift = (values.to(self._device, self._exact) for values in (1 / stds, -means / stds))
 
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
         """Return images x of samples `indices` (n,) for this epoch."""
@@ -79,7 +79,7 @@ class Transform:
         return x if self._channels_last else x.contiguous()
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Return images x (n, H, W, C) on the run's device, normalised where that was asked for."""
+        """Return images x (n, H, W, C) on the run's device, normalised if the run requests it."""
         x = to_device(x, self._device)
         if not self._is_normalised:
             return x
@@ -92,33 +92,33 @@ class Transform:
         (5, n) int64 in host memory: first row and column of the crop, in pixels from the corner of the unpadded image
         (-pad to pad), 1 where it is mirrored, and row and column of the pixel at the centre of the cut-out square.
         """
-        drawn = np.zeros((_DRAWS, len(indices)), np.int64)
+        draws = np.zeros((_DRAWS, len(indices)), np.int64)
         _, *sides = self.shape
         bounds = {"crop": [(row, side // 8 * 2 + 1) for row, side in enumerate(sides)], "flip": [(2, 2)]}
         bounds["cutout"] = list(enumerate(sides, start=3))
         if self._names:
             random = counter.bits(counter.keys(_DRAWS, self._seed, epoch), indices)
-            for row, bound in (each for name in self._names for each in bounds[name]):
-                drawn[row] = counter.below(bound, random[row]) - (bound // 2 if row < 2 else 0)
-        return torch.from_numpy(drawn)
+            for row, bound in (pair for name in self._names for pair in bounds[name]):
+                draws[row] = counter.below(bound, random[row]) - (bound // 2 if row < 2 else 0)
+        return torch.from_numpy(draws)
 
 
 def _move(x: Tensor, draws: Tensor) -> Tensor:
-    """Crop and flip images x (n, H, W, C). One gather of pixels; `draws` are (3, n)."""
+    """Crop and flip images x (n, H, W, C) in one gather of pixels; `draws` are (3, n)."""
     row, column, flip = draws[..., None]
     images, height, width, _ = x.shape
-    up, left = height // 8, width // 8
-    padded = nn.functional.pad(x, (0, 0, left, left, up, up))
+    pad_y, pad_x = height // 8, width // 8
+    padded = nn.functional.pad(x, (0, 0, pad_x, pad_x, pad_y, pad_y))
     across = torch.arange(width, device=x.device)
-    columns = left + column + torch.where(flip == 1, width - 1 - across, across)
-    rows = up + row + torch.arange(height, device=x.device)
+    columns = pad_x + column + torch.where(flip == 1, width - 1 - across, across)
+    rows = pad_y + row + torch.arange(height, device=x.device)
     rows += torch.arange(images, device=x.device)[:, None] * padded.shape[1]
     index = rows[:, :, None] * padded.shape[2] + columns[:, None, :]
     return padded.flatten(0, 2).index_select(0, index.flatten()).view(x.shape)
 
 
 def _cut(x: Tensor, draws: Tensor) -> None:
-    """Zero a square in each image x (n, H, W, C). The centres are the pixels `draws` (2, n)."""
+    """Zero a square in each image x (n, H, W, C), centred at the pixels `draws` (2, n)."""
     # Whole rows of W × C values: a mask that is broadcast over the channels alone was twice as slow on a CPU.
     images, height, width, channels = x.shape
     columns = _inside(draws[1], width).repeat_interleave(channels, dim=1)
@@ -128,7 +128,7 @@ def _cut(x: Tensor, draws: Tensor) -> None:
 
 
 def _inside(centre: Tensor, side: int) -> Tensor:
-    """Return a mask of window positions. (n, side) bool; the window of side // 2 is around each of centre (n,)."""
+    """Return a mask (n, side) of the window of side // 2 around each centre (n,)."""
     offset = torch.arange(side, device=centre.device) - centre[:, None] + side // 4
     return (offset >= 0) & (offset < side // 2)
 

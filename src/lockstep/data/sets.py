@@ -51,7 +51,7 @@ def _cifar(kind: cifar.Cifar) -> Entry:
     return Entry(build, lambda config: cifar.check(kind, config), ("data-dir", "download", "on-device"))
 
 
-_OWN = Entry(_by("users"), lambda config: user_code.check("--data", config.name))
+_USER_ENTRY = Entry(_by("users"), lambda config: user_code.check("--data", config.name))
 DATA_SETS = {
     "digits": Entry(_by("digits"), options=("on-device",)),
     "cifar10": _cifar(cifar.CIFAR10),
@@ -69,7 +69,7 @@ def readers() -> dict[str, tuple[str, ...]]:
 
 def _entry(name: str) -> Entry:
     if ":" in name:
-        return _OWN
+        return _USER_ENTRY
     if name not in DATA_SETS:
         advice = "Your own goes with module:attribute."
         if name and Path(name).is_dir():
@@ -86,7 +86,7 @@ def preflight(config: DataConfig) -> None:
 def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
     """Return the data set's sources for this rank (*collective*).
 
-    Raises `RequestError`, on every rank, where the data is missing, damaged or not what the config says.
+    Raises `RequestError`, on every rank, if the data is missing, damaged or contradicts the config.
     """
     from .source import Request
 

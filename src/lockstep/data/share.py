@@ -352,8 +352,8 @@ def _global_batch(loader: Any) -> int:
         raise RequestError(f"A {type(loader).__name__} cannot be shared out; give a torch DataLoader over the data.")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise RequestError(
-            f"The DataLoader is a {type(loader).__name__} with an __iter__ of its own, which would not be called: do "
-            "its work in the data set, the collate function or the loop."
+            f"The DataLoader is a {type(loader).__name__} with a custom __iter__, which would not be called: do its "
+            "work in the data set, the collate function or the loop."
         )
     if isinstance(loader.sampler, DistributedSampler):
         raise RequestError("The DataLoader has a DistributedSampler, which shares samples out again; leave it out.")

@@ -1,9 +1,9 @@
-"""User data sets, module:attribute; any map-style data set as a source.
+"""User data sets, module:attribute, and any map-style data set as a source.
 
 The attribute is a function that returns two map-style data sets of torch, (train, test), or three, (train, validation,
 test), whose samples are (x tensor, label). A parameter `config`, or a first one without a default, is the `DataConfig`.
-A `TensorDataset` is kept in memory. x of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; anything
-else reaches the model as it is.
+A `TensorDataset` is kept in memory. x of bytes (C, H, W) is an image: scaled to 0–1, and varied by --augment; other x
+reach the model unchanged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 _MOST_WORKERS = 4
 """By default."""
 _COMPARED = 8
-"""Samples of each split, at most, that ranks compare, and a checkpoint with those of a continued run."""
+"""At most so many samples of each split are compared between ranks, and with those in a checkpoint."""
 _PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}
-"""Keeps the draws of each purpose apart from each other, and from those of the other data sets."""
+"""Separates the draws of each purpose from each other, and from those of the other data sets."""
 
 
 def called(config: DataConfig) -> dict[str, Any]:
@@ -48,13 +48,13 @@ def called(config: DataConfig) -> dict[str, Any]:
     except Exception as error:
         raise RequestError(f"--data {config.name} {user_code.raised(error)}.") from error
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
-        what = f"--data {config.name} returned {type(result).__name__}"
-        raise RequestError(f"{what}; it must return two data sets, (train, test), or three, (train, validation, test).")
+        call = f"--data {config.name} returned {type(result).__name__}"
+        raise RequestError(f"{call}; it must return two data sets, (train, test), or three, (train, validation, test).")
     return dict(zip(SPLITS if len(result) == 3 else ("train", "test"), result, strict=True))
 
 
 def _call(function: Callable[..., Any], config: DataConfig) -> Any:
-    """Call `function` with `config` by name, or by position where its first parameter has no default."""
+    """Call `function` with `config` by name, or by position if its first parameter has no default."""
     parameters = inspect.signature(function).parameters
     if "config" in parameters:
         return function(config=config)
@@ -74,7 +74,7 @@ def build(request: Request) -> Splits:
 
     def built() -> tuple[dict[str, Any], Splits, dict[str, list[Signature | None]]]:
         with preserve_generators():
-            seed(keys, 0)  # the function may draw too, to split one set in two say
+            seed(keys, 0)  # the function may draw random numbers, too, such as to split a set in two
             datasets = called(request.config)
             for split, dataset in datasets.items():
                 _check(f"--data {name}: its {split} data ({type(dataset).__name__})", dataset)
@@ -94,9 +94,8 @@ def build(request: Request) -> Splits:
 
     facts, splits, signatures = world.together(built)
     check_alike(world, f"--data {name}", facts)
-    doubts = [
-        compare(world, f"--data {name}: its {split} data", own) for split, own in signatures.items() if world.size > 1
-    ]
+    comparable = signatures if world.size > 1 else {}
+    doubts = [compare(world, f"--data {name}: its {split} data", rows) for split, rows in comparable.items()]
     contents = {
         split: {
             "labels": facts[f"{split} labels of digest"],
@@ -112,7 +111,7 @@ def _signatures(
 ) -> list[Signature | None]:
     try:
         return Batches(dataset, collate, name, split).signatures(keys, spread(len(dataset), _COMPARED))
-    except RunError:  # once the run reads that sample, it says so
+    except RunError:  # the run reports it when it reads the sample
         if world.size > 1:
             raise
         return []
@@ -134,13 +133,13 @@ def content(config: RunConfig, dataset: Any, world: World) -> dict[str, Any]:
     }
 
 
-def _check(what: str, dataset: Any) -> None:
+def _check(label: str, dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RequestError(
-            f"{what} cannot be read by index; give a map-style data set (__len__ and __getitem__), or train by --step."
+            f"{label} cannot be read by index; give a map-style data set (__len__ and __getitem__), or train by --step."
         )
     if len(dataset) == 0:
-        raise RequestError(f"{what} has no sample; give at least one.")
+        raise RequestError(f"{label} has no sample; give at least one.")
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
@@ -150,7 +149,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _labels(dataset: Any) -> Indices | None:
-    """Return the labels (N,); None if unknown. Read from a label tensor or `targets`, not from samples."""
+    """Return the labels (N,) from a label tensor or `targets`; None if unknown. Read no samples."""
     if isinstance(dataset, Subset):
         of_all = _labels(dataset.dataset)
         return None if of_all is None else of_all[np.asarray(dataset.indices, np.int64)]
@@ -174,48 +173,48 @@ def _digest(dataset: Any, names: Sequence[str]) -> str:
 
 
 def _classes(name: str, dataset: Any) -> tuple[int, tuple[str, ...]]:
-    """Return the number and names of the classes. Read from the data set's `classes` or label tensor."""
+    """Return the number and names of the classes, from the data set's `classes` or label tensor."""
     # A part of a data set, such as random_split makes, has the whole one as `dataset`.
-    given = getattr(dataset, "classes", getattr(getattr(dataset, "dataset", None), "classes", None))
-    if given is None and (pair := _tensors(dataset)):
-        given = int(pair[1].max()) + 1
-    if given is None:
+    classes = getattr(dataset, "classes", getattr(getattr(dataset, "dataset", None), "classes", None))
+    if classes is None and (pair := _tensors(dataset)):
+        classes = int(pair[1].max()) + 1
+    if classes is None:
         wanted = "give its training set an attribute `classes`, a number or a list of names"
         raise RequestError(f"--data {name} does not say how many classes there are; {wanted}.")
-    return (given, ()) if isinstance(given, int) else (len(given), tuple(map(str, given)))
+    return (classes, ()) if isinstance(classes, int) else (len(classes), tuple(map(str, classes)))
 
 
 def _source(request: Request, dataset: Any, split: str, classes: int, variations: tuple[str, ...]) -> Source:
-    what, pair = f"--data {request.config.name}: {split}", _tensors(dataset)
-    x = _x(what, 0, dataset[0])
+    label, pair = f"--data {request.config.name}: {split}", _tensors(dataset)
+    x = _x(label, 0, dataset[0])
     is_image = x.dtype == torch.uint8 and x.dim() == 3
     if variations and not is_image:
-        asked = f"--augment {' '.join(variations)} varies images of bytes (C, H, W)"
-        raise RequestError(f"{asked}, and {what} has {x.dtype} {tuple(x.shape)}; give uint8 images, or no --augment.")
+        flag = f"--augment {' '.join(variations)} varies images of bytes (C, H, W)"
+        raise RequestError(f"{flag}, and {label} has {x.dtype} {tuple(x.shape)}; give uint8 images, or no --augment.")
     transform: Transform | Plain = Plain(request, x)
     if is_image:
         transform = Transform(request, x.shape, variations, (0.0,) * len(x), (255.0,) * len(x), turns=True)
     if pair is None:
-        return Streamed(request, dataset, split, classes, transform, partial(_check_sample, what, x.dtype, x.shape))
-    _check_labels(what, pair[1], np.arange(len(dataset)), classes)
+        return Streamed(request, dataset, split, classes, transform, partial(_check_sample, label, x.dtype, x.shape))
+    _check_labels(label, pair[1], np.arange(len(dataset)), classes)
     return resident(request, *pair, classes, transform)
 
 
-def _x(what: str, index: int, sample: Any) -> Tensor:
+def _x(label: str, index: int, sample: Any) -> Tensor:
     if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], Tensor):
         raise RequestError(
-            f"{what} sample {index} is not an (x tensor, label) pair; give such pairs, or train another task than "
+            f"{label} sample {index} is not an (x tensor, label) pair; give such pairs, or train another task than "
             "classification by --step."
         )
     return sample[0]
 
 
-def _check_sample(what: str, dtype: torch.dtype, shape: torch.Size, index: int, sample: Any) -> None:
-    """Raise `RequestError` for a sample unlike sample 0. `dtype` and `shape` are those of sample 0's x."""
-    x = _x(what, index, sample)
+def _check_sample(label: str, dtype: torch.dtype, shape: torch.Size, index: int, sample: Any) -> None:
+    """Raise `RequestError` for a sample whose x differs from sample 0's `dtype` or `shape`."""
+    x = _x(label, index, sample)
     if (x.dtype, x.shape) != (dtype, shape):
-        found = f"{x.dtype} {tuple(x.shape)}, sample 0 is {dtype} {tuple(shape)}"
-        raise RequestError(f"{what} sample {index} is {found}; all must be alike.")
+        description = f"{x.dtype} {tuple(x.shape)}, sample 0 is {dtype} {tuple(shape)}"
+        raise RequestError(f"{label} sample {index} is {description}; all must be alike.")
 
 
 def _together(samples: list[Any]) -> Any:
@@ -226,27 +225,27 @@ def _together(samples: list[Any]) -> Any:
     return batch
 
 
-def _check_labels(what: str, y: Any, indices: Indices, classes: int) -> None:
-    """Raise `RequestError` for labels that are no class indices. y and `indices`, the samples', are (n,)."""
+def _check_labels(label: str, y: Any, indices: Indices, classes: int) -> None:
+    """Raise `RequestError` for labels that are no class indices; y (n,) are those of samples `indices` (n,)."""
     is_list = isinstance(y, Tensor) and y.dim() == 1
     if not is_list or (y.is_floating_point() and not torch.equal(y, y.trunc())):
-        found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        description = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise RequestError(
-            f"{what} labels are {found}; give one whole number for each sample, the index of its class, or train "
-            "another task than classification by --step."
+            f"{label} labels are {description}; give one whole number for each sample, the index of its class, or "
+            "train another task than classification by --step."
         )
     low, high = map(int, y.long().aminmax())
     if low < 0 or high >= classes:
-        at = int(((y < 0) | (y >= classes)).nonzero()[0])
-        found = f"sample {indices[at]} has label {int(y[at])}"
-        raise RequestError(f"{what} {found}, but the classes are 0 to {classes - 1}.")
+        position = int(((y < 0) | (y >= classes)).nonzero()[0])
+        description = f"sample {indices[position]} has label {int(y[position])}"
+        raise RequestError(f"{label} {description}, but the classes are 0 to {classes - 1}.")
 
 
 class Streamed(Source):
-    """Map-style data set of (x, label). Worker processes read the samples, or this process.
+    """Map-style data set of (x, label), read by worker processes or by this process.
 
     Workers of a training set stay from epoch to epoch. `stream` raises `RequestError` for labels that are no classes,
-    `RunError` where the data set's own code failed, and torch's RuntimeError, at any moment, for a worker that died.
+    `RunError` if the data set's code fails, and torch's RuntimeError, at any time, if a worker dies.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
 
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
     """Return a finding on a GPU and its free memory."""
-    memory = hardware.asked("nvmlDeviceGetMemoryInfo", hardware.nvml_handle(gpu.uuid))
+    memory = hardware.query_nvml("nvmlDeviceGetMemoryInfo", hardware.nvml_handle(gpu.uuid))
     free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
     words, fix = f"{gpu.name}, {shown(gpu.memory_bytes, 'bytes')}, {shown(free_bytes, 'bytes')} free", ""
     if free_bytes < _MIN_FREE_SHARE * gpu.memory_bytes:

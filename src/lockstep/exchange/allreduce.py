@@ -106,9 +106,9 @@ class AllReduce(Exchange):
         """See `Exchange.backward`."""
         self._lay_out()
         part = backward_pass.part
-        # Ranks that train other parameters have other buckets, whose sums would be of unlike gradients.
-        own = backward_pass.header
-        own = own._replace(part=own.part + MOST_PARTS * self._trained_checksum)
+        # Ranks that train different parameters have different buckets, whose sums would mix gradients.
+        pass_header = backward_pass.header
+        pass_header = pass_header._replace(part=pass_header.part + MOST_PARTS * self._trained_checksum)
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
@@ -117,7 +117,7 @@ class AllReduce(Exchange):
         self._works, self._queue = {}, []
         header: tuple[Tensor, dist.Work | None] | None = None
         if backward_pass.is_last and self._memory is None:
-            header = self._start_header(own, backward_pass.weight)
+            header = self._start_header(pass_header, backward_pass.weight)
             if plan is not None and self._overlap:
                 self._queue, self._missing = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = backward_pass
@@ -128,7 +128,7 @@ class AllReduce(Exchange):
             self._pass = None
         if not backward_pass.is_last:
             return None
-        header = header or self._start_header(own, backward_pass.weight)
+        header = header or self._start_header(pass_header, backward_pass.weight)
         return self._finish(part, plan, header)
 
     def divide(self, part: Part, divisor: Tensor) -> None:

@@ -32,7 +32,7 @@ class Method:
 def build(config: ParallelConfig, world: World) -> Method:
     """Return this rank's method. Raises `RequestError` for a one-process strategy among several processes."""
     # A launcher resolves `auto` before there is a world; a library's caller need not.
-    name = registry.resolved(config.strategy, several=world.size > 1)
+    name = registry.resolved(config.strategy, distributed=world.size > 1)
     kind = registry.KINDS[name]
     if world.size > 1 and not kind.has_ranks:
         raise RequestError(

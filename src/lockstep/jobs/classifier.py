@@ -117,9 +117,9 @@ class Classifier:
             if not session.is_best:
                 step = None if self._job.config.record.output is None else session.load_best()
                 best = None if step is None else self._test("best", step)
-        known = {item.name for item in dataclasses.fields(RunResult)}
+        fields = {item.name for item in dataclasses.fields(RunResult)}
         self._result = RunResult(
-            **{name: value for name, value in summary.items() if name in known},
+            **{name: value for name, value in summary.items() if name in fields},
             **scores,
             images_per_s=summary["samples_per_s"],
             best_top1=max(session.best_score, self._scores.top1),

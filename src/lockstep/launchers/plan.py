@@ -83,7 +83,7 @@ def _resolved(parallel: ParallelConfig, ranks: int, env: Mapping[str, str]) -> P
     """Return `parallel` with `auto` strategy and accelerator resolved."""
     parallel = dataclasses.replace(parallel, accelerator=_accelerator(parallel, env))
     devices, ranks = _devices(parallel, env), max(parallel.most_nodes, ranks)
-    strategy = resolved(parallel.strategy, several=max(devices, ranks) > 1)
+    strategy = resolved(parallel.strategy, distributed=max(devices, ranks) > 1)
     parallel, kind = dataclasses.replace(parallel, strategy=strategy), KINDS[strategy]
     if ranks > 1 and not kind.has_ranks:
         raise RequestError(

@@ -81,7 +81,7 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
         )
     nodes, gpus = int(options.get("--nodes", 1)), int(options.get("--gpus-per-node", "0").rpartition(":")[2])
     ntasks, devices, accelerator = int(options.get("--ntasks-per-node", 0)), values["devices"], values["accelerator"]
-    strategy = resolved(values["strategy"], several=nodes * (gpus or ntasks or 1) > 1)
+    strategy = resolved(values["strategy"], distributed=nodes * (gpus or ntasks or 1) > 1)
     kind, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
     tasks = (gpus or ntasks or 1) if kind.process_per_device else 1
     require(nodes == 1 or kind.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")

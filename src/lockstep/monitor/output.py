@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..files import own_folder, unlinked
-from ..printable import told
+from ..printable import format_message
 from .tracebacks import REQUEST
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -29,7 +29,7 @@ _BAR = "━"  # of rich's bars, the first of which moves no cursor
 
 
 @contextlib.contextmanager
-def kept(path: Path, *, shown: bool) -> Iterator[None]:
+def logged_to_file(path: Path, *, shown: bool) -> Iterator[None]:
     """Append this process's output to a file; with `shown`, print it too.
 
     With `shown`, the file has no progress bars. It has stacks after a crash in C code and after the signal `REQUEST`.
@@ -62,7 +62,7 @@ def say(sentence: str, descriptor: int | None = None, *, begin: str = "") -> Non
         number = sys.stderr.fileno() if descriptor is None else descriptor
     with contextlib.suppress(OSError):
         cursor = _SHOW_CURSOR if os.isatty(number) else ""  # a progress bar may have hidden it
-        os.write(number, f"{cursor}{begin}{told(sentence)}".encode(errors="replace"))
+        os.write(number, f"{cursor}{begin}{format_message(sentence)}".encode(errors="replace"))
 
 
 def survive() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 REQUEST = signal.SIGUSR2
-"""Makes a rank and its data workers write their stacks to the rank's output file (see `output.kept`)."""
+"""Makes a rank and its data workers write their stacks to the rank's output file (see `output.logged_to_file`)."""
 _WRITES_S = 0.1
 
 

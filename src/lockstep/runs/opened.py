@@ -70,7 +70,7 @@ def open_run(
     state = resume.load(config, world, keys=keys)  # raises before a folder is made
     with contextlib.ExitStack() as stack:
         folder = _claim_folder(stack, config, world, earlier)
-        stack.enter_context(output.kept(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
+        stack.enter_context(output.logged_to_file(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
         config = replace(config, record=replace(config.record, output=folder))
         world.progress.folder = folder
         state = state or resume.load(config, world, keys=keys)  # from the folder that --resume auto has found

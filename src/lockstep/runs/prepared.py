@@ -249,16 +249,16 @@ class Prepared:
         """Return the class of an object whose state in `state` differs between ranks, or "" (*collective*)."""
         if self.world.size == 1:
             return ""
-        own = [
+        digests = [
             [
                 hashlib.sha256(json.dumps(packed).encode()).hexdigest(),
                 *(int(digest([state.tensors[name]])) for name in names_in(packed)),
             ]
             for packed in state.meta.get("others", [])
         ]
-        for of_rank in self.world.gather(own) if own else []:
-            for item, mine, other in zip(self.stateful_objects, own, of_rank, strict=True):
-                if mine != other:
+        for of_rank in self.world.gather(digests) if digests else []:
+            for item, digest_here, digest_there in zip(self.stateful_objects, digests, of_rank, strict=True):
+                if digest_here != digest_there:
                     return type(item).__name__
         return ""
 

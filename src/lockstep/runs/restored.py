@@ -75,8 +75,8 @@ def find_unrestored_weights(model: nn.Module, tensors: Mapping[str, Tensor], ext
         for tensor in (*restored.parameters(), *restored.buffers()):
             tensor.zero_()
     load_model(restored, dict(tensors), extra)
-    found = dict(_saved_tensors(restored, tensors))
-    return [name for name, live in _saved_tensors(model, tensors) if not _is_same(live, found.get(name))]
+    restored_tensors = dict(_saved_tensors(restored, tensors))
+    return [name for name, live in _saved_tensors(model, tensors) if not _is_same(live, restored_tensors.get(name))]
 
 
 def find_unrestored_attributes(live: Any, fresh: Any, state: Any) -> list[str]:

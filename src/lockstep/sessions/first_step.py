@@ -205,7 +205,7 @@ class AverageWatch:
 
     def _averages(self) -> dict[str, list[Tensor]]:
         """Return the tensors that no optimizer steps: weights of prepared models, and attributes of other objects."""
-        found: dict[str, list[Tensor]] = {
+        tensors_by_name: dict[str, list[Tensor]] = {
             name: [parameter for parameter in model.parameters() if parameter not in self._optimized]
             for name, model in self._prepared.models.items()
         }
@@ -216,14 +216,14 @@ class AverageWatch:
                 values = list(values.values()) if isinstance(values, dict) else values
                 for tensor in values if isinstance(values, list | tuple) else ():
                     if isinstance(tensor, Tensor) and tensor.shape in shapes and tensor not in self._optimized:
-                        found.setdefault(type(item).__name__, []).append(tensor)
-        return {name: tensors for name, tensors in found.items() if tensors}
+                        tensors_by_name.setdefault(type(item).__name__, []).append(tensor)
+        return {name: tensors for name, tensors in tensors_by_name.items() if tensors}
 
     def look(self, micro: int) -> str:
         """Compare within a batch, before the backward pass of each micro-batch. Returns a sentence or ""."""
         if not self._steps:
             return ""
-        digests = {name: int(digest([tensor.detach() for tensor in found])) for name, found in self._averages().items()}
+        digests = {name: int(digest([tensor.detach() for tensor in group])) for name, group in self._averages().items()}
         changed = [name for name, value in digests.items() if micro and self._digests.get(name, value) != value]
         self._digests = digests
         self._steps = 0 if changed else self._steps - (micro == 0)
@@ -254,8 +254,8 @@ def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
                 continue
             attributes = {key: value for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
             for key, value in (attributes | dict(module.named_buffers(recurse=False))).items():
-                if (found := fingerprint(value, saved)) is not None:
-                    yield f"{path}.{key}" if path else key, found
+                if (digest_text := fingerprint(value, saved)) is not None:
+                    yield f"{path}.{key}" if path else key, digest_text
 
 
 def _sum_text(buffer: Tensor) -> str:

@@ -54,7 +54,7 @@ def check_plain(model: nn.Module) -> None:
             )
 
 
-def place(model: nn.Module, world: World, precision: Precision, held: ExitStack) -> nn.Module:
+def place(model: nn.Module, world: World, precision: Precision, hooks: ExitStack) -> nn.Module:
     """Place the model on this rank's device with rank 0's weights (*collective*).
 
     `forward` and the class's other public methods compute in `precision`.
@@ -73,7 +73,7 @@ def place(model: nn.Module, world: World, precision: Precision, held: ExitStack)
     if precision.name in ("bf16", "fp16"):
         for owner in {id(module): module for module in (model, _torch.inner(model))}.values():
             for name in ("forward", *_methods(type(owner))):
-                held.callback(attach(owner, name, compute, copies=True).remove)
+                hooks.callback(attach(owner, name, compute, copies=True).remove)
     return model
 
 
@@ -118,11 +118,11 @@ def replace_step(
     original = method if "step" in vars(optimizer) else functools.partial(_torch.step_with_hooks, optimizer)
 
     def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
-        given = [*args, *options.values()]
-        closure = next(filter(callable, given), None)
+        inputs = [*args, *options.values()]
+        closure = next(filter(callable, inputs), None)
         return wrapper(
             optimizer,
-            functools.partial(original, *args, **options) if any(value is not None for value in given) else original,
+            functools.partial(original, *args, **options) if any(value is not None for value in inputs) else original,
             closure,
         )
 
@@ -130,10 +130,10 @@ def replace_step(
     optimizer.step = types.MethodType(functools.update_wrapper(step, method), optimizer)  # type: ignore[method-assign]
     if type(optimizer).zero_grad is Optimizer.zero_grad:
         optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-    ours = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
+    installed = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
 
     def restore() -> None:
-        for name, method in ours.items():
+        for name, method in installed.items():
             if vars(optimizer).get(name) is method:  # else a schedule, made later, has wrapped it
                 vars(optimizer).pop(name)
                 vars(optimizer).update({name: replaced[name]} if name in replaced else {})

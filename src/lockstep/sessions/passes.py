@@ -207,21 +207,21 @@ class Passes:
 
         A loader that is read along with the first one, as in a zip, continues where that does.
         """
-        source, found = self._prepared.source, []
-        at = self._passing.get(id(source), [0, 0, 0])[2]
+        source, positions = self._prepared.source, []
+        pass_number = self._passing.get(id(source), [0, 0, 0])[2]
         trained = 0 if source is None else self._loop.position.within * source.plan.accumulation
         for loader in self.loaders:
             if loader is not source:
                 here = self._passing.get(id(loader))
-                if here is not None and here[2] == at:
+                if here is not None and here[2] == pass_number:
                     here = [*here[:2], trained]
-                found.append([self._places.get(id(loader), -1), here])
-        return found
+                positions.append([self._places.get(id(loader), -1), here])
+        return positions
 
     def restore(self, positions: list[Any]) -> None:
         """Restore what `positions` returned."""
-        others = [loader for loader in self.loaders if loader is not self._prepared.source]
-        for loader, (place, here) in zip(others, positions, strict=False):
+        loaders = [loader for loader in self.loaders if loader is not self._prepared.source]
+        for loader, (place, here) in zip(loaders, positions, strict=False):
             self._places[id(loader)] = place
             if here is not None:
                 self._resumed[id(loader)] = here
@@ -332,7 +332,7 @@ class Passes:
         self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
         self._draws.end()
         exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
-        shared, evaluated = self._kept(loader) if isinstance(loader, DataLoader) else loader, 0
+        shared, evaluated = self._evaluation_shares(loader) if isinstance(loader, DataLoader) else loader, 0
         self._warn_of_evaluation(shared)
         outer_share = self.evaluated_share
         check = loop.checks.samples if loop.has_begun and shared.samples is not None else None
@@ -365,7 +365,7 @@ class Passes:
         if loop.has_begun:
             loop.start_clock()
 
-    def _kept(self, loader: DataLoader[Any]) -> SharedLoader:
+    def _evaluation_shares(self, loader: DataLoader[Any]) -> SharedLoader:
         """Return the loader's shares for evaluation, which outlive one (*collective*)."""
         if loader not in self._evaluation_loaders:
             while len(self._evaluation_loaders) >= _MOST_EVALUATED:

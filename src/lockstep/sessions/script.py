@@ -27,7 +27,7 @@ from ..errors import LockstepError, RequestError, RunError, UnmatchedError, unkn
 from ..launchers import start
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
-from ..printable import told, visible
+from ..printable import format_message, visible
 from .hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
@@ -301,5 +301,5 @@ class _ScriptProcess:
         if error is not None and (is_own or self._hook is not sys.__excepthook__):
             self._hook(type(error), error, error.__traceback__)
         if isinstance(raises, LockstepError) and not (is_own and size == 1):
-            sys.stderr.write(told(str(raises)))
+            sys.stderr.write(format_message(str(raises)))
         return raises.exit_code if isinstance(raises, LockstepError) else 1

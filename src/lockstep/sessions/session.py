@@ -493,7 +493,7 @@ class Session:
         self._stepper.settle(saves=False)
         self.prepared.exchange.meet(Header(base.STOP, self.step))
         stops = loop.stop.asked and loop.may_stop
-        # What has changed since the batches would change again where a resumed run repeats the epoch's end.
+        # A resumed run repeats the epoch's end, and would repeat changes made since the batches.
         stops = stops and (loop.is_finished or self.prepared.fingerprint() == self._passes.at_data_end)
         if self.world.sum(torch.tensor(float(stops))) > 0:
             raise loop.stopped()

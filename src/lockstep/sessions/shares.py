@@ -183,9 +183,9 @@ class Shares:
 
         After a step the loop may go on with another batch that it has kept.
         """
-        at = [*self._open.values(), *filter(None, [self.current])]
+        candidates = [*self._open.values(), *filter(None, [self.current])]
         is_sure = self._is_sure and not has_stepped
-        return is_sure or self._is_one_by_one or len({handed.rows for handed in at}) < 2
+        return is_sure or self._is_one_by_one or len({handed.rows for handed in candidates}) < 2
 
     @property
     def _is_alone(self) -> bool:

@@ -135,10 +135,10 @@ def user_line() -> tuple[str, int]:
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of(what: Any) -> str:
+def place_of(name: Any) -> str:
     """Return the user's line and `what` is called there: `train.py:12 (aten.randn.default)`."""
     file, line = user_line()
-    return f"{file}:{line} ({what})" if file else f"The model ({what})"
+    return f"{file}:{line} ({name})" if file else f"The model ({name})"
 
 
 @cache

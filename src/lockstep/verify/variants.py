@@ -33,7 +33,7 @@ class _Way(NamedTuple):
         return KINDS[self.strategy].has_ranks
 
 
-_ALONE = _Way(resolved("auto", several=False))
+_ALONE = _Way(resolved("auto", distributed=False))
 ALONE = _ALONE.name
 """The name of the reference."""
 
