@@ -241,11 +241,6 @@ class Observer(ABC):
         """See an optimizer after it has stepped."""
 
 
-def list_learning_rates(optimizer: Optimizer) -> list[float]:
-    """Return the learning rate of each group."""
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
 def get_generators() -> tuple[Any, Any]:
     """Return the states of `random` and, if it is imported, of NumPy."""
     numpy = sys.modules.get("numpy")

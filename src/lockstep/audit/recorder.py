@@ -21,7 +21,7 @@ from ..files import write_json
 from ..world.random_state import preserve_generators
 from . import recording
 from .modules import index_of
-from .observer import Observer, get_generators, list_learning_rates
+from .observer import Observer, get_generators
 from .patches import users_place
 from .recording import Read, Window
 from .tensors import copy_batch
@@ -224,7 +224,7 @@ class Recorder(Observer):
             ),
             is_coarse=modules.is_coarse,
             optimizer=number,
-            learning_rates=list_learning_rates(optimizer),
+            learning_rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             schedule_steps=self.schedule_steps,
             inputs=self.inputs,
             micro_batches=self.calls,

@@ -87,7 +87,6 @@ class Replayed(NamedTuple):
 
     gradients: list[list[Tensor | None]]
     unclipped: list[list[Tensor | None]]
-    learning_rates: list[float]
     schedule_steps: int
     inputs: list[bytes]
     micro_batches: int

@@ -16,21 +16,9 @@ from torch.utils.data import DataLoader
 from .._torch import BatchNorm
 from ..files import write_json
 from . import recording
-from .observer import Observer, list_learning_rates, set_generators
+from .observer import Observer, set_generators
 from .patches import wrap
-from .recording import (
-    BY_SHARE,
-    FIRST,
-    REVERSED,
-    TOGETHER,
-    TURNS,
-    UNMATCHED,
-    UNMATCHED_ROWS,
-    Read,
-    Recording,
-    Replayed,
-    Window,
-)
+from .recording import BY_SHARE, FIRST, REVERSED, TOGETHER, TURNS, Read, Recording, Replayed, Window
 from .tensors import are_equal, copy_batch, count_samples, join_batches
 
 
@@ -192,7 +180,7 @@ class Replayer(Observer):
                 for sizes in (sizes for feed in self._feeds.values() for sizes in reversed(feed.sizes)):
                     if sum(sizes) == len(x):
                         return torch.cat([plain(share) for share in torch.split(x, sizes)])
-                (self.folder / UNMATCHED_ROWS).touch()
+                (self.folder / recording.UNMATCHED_ROWS).touch()
             return plain(x)
 
         return forward
@@ -227,12 +215,12 @@ class Replayer(Observer):
         elif rows == len(result) or (is_new and of_samples and not is_alike):
             joint = torch.cat(draws)
         elif not is_alike:
-            (self.folder / UNMATCHED).touch()
+            (self.folder / recording.UNMATCHED).touch()
         if not is_new and joint.shape == result.shape:
             return result.copy_(joint)
         if is_new and joint.shape[1:] == result.shape[1:]:
             return joint.to(result)
-        (self.folder / UNMATCHED).touch()
+        (self.folder / recording.UNMATCHED).touch()
         return result
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -243,7 +231,6 @@ class Replayer(Observer):
         replayed = Replayed(
             self.modules.gradients(optimizer, {}),
             self.modules.gradients(optimizer, self.unclipped),
-            list_learning_rates(optimizer),
             self.schedule_steps,
             self.inputs,
             self.calls,
