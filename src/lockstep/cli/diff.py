@@ -35,7 +35,7 @@ _ROWS = 5
 
 
 def main(words: list[str]) -> int:
-    """Print the differences; return 0 for none. Raises `ProofError` where they differ."""
+    """Print the differences; return 0 for none. Raises `ProofError` if they differ."""
     options, paths = flags.take(words, {"--tolerance": float, "--all": bool}, prog="lockstep diff")
     if unknown := [word for word in paths if word.startswith("-")]:
         raise RequestError(f"lockstep diff has no flag {unknown[0]}; lockstep diff --help shows those that it has.")

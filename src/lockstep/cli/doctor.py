@@ -53,7 +53,7 @@ _MEANINGS = {
 
 
 def main(words: list[str]) -> int:
-    """Examine, print the findings, and return 0. Raises `RunError` where no job can run."""
+    """Examine, print the findings, and return 0. Raises `RunError` if no job can run."""
     options, flag_words = flags.take(words, {"--json": bool}, prog="lockstep doctor")
     base = RunConfig(parallel=ParallelConfig(stall_timeout=_STALL_S))
     config = flags.parse(flag_words, prog="lockstep doctor", base=base, imports=False, check=_check_flags)
@@ -91,7 +91,7 @@ def _usable(config: RunConfig) -> RunConfig:
 
 
 def _print(report: Report, *, as_json: bool, since_s: float) -> None:
-    """Print the report of a command given at `since_s`. Raises `RunError` where no job can run."""
+    """Print the report of a command given at `since_s`. Raises `RunError` if no job can run."""
     took_s = time.time() - since_s
     with contextlib.suppress(BrokenPipeError), output.written():
         if as_json:

@@ -79,7 +79,7 @@ def main(words: list[str]) -> int:
         shares, facts = forecast.measure(sorted(measured), command, folder, notify)
         facts = facts if job.is_script else facts._replace(epochs=base.epochs)  # the measured job has no end
         if not facts.on_gpu and not network.endswith(".json"):
-            notify(f"measuring what gloo itself takes for a message, about {duration(forecast.USUAL_S)}")
+            notify(f"measuring gloo's time per message, about {duration(forecast.USUAL_S)}")
             gloo = forecast.gloo(folder)
             between = gloo if ranks else Links(*(a.behind(b) for a, b in zip(between, gloo, strict=True)))
     cluster = Cluster(between, within, per_node, options.get("--price"))
@@ -121,7 +121,7 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
 
 
 def _length(count: int) -> str:
-    """Return in words the time of so many measurements."""
+    """Return in words the time of `count` measurements."""
     usual_s, limit_s = forecast.USUAL_S, forecast.LIMIT_S
     return (
         f"{counted(count, 'measurement')}, about {duration(count * usual_s)} in all ({usual_s:.0f} s each where steps "

@@ -110,7 +110,7 @@ def advice_on_failure(folder: Path) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, Stopped):
         raise Stopped(
-            f"Stopped on request; start the same command with --output {shown(folder)} to go on where it was."
+            f"Stopped on request; start the same command with --output {shown(folder)} to continue it."
         ) from None
     except OSError as error:
         raise folders.unwritable(folder, error) from error

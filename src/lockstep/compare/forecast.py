@@ -41,7 +41,7 @@ JSON, MARKDOWN, SVG = "forecast.json", "forecast.md", "scaling.svg"
 
 
 class Share(NamedTuple):
-    """Measured steps of the first of so many ranks."""
+    """Measured steps of the first of `ranks` ranks."""
 
     ranks: int
     profile: Profile
@@ -73,7 +73,7 @@ class Cluster(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Step time, speed-up and cost on so many devices."""
+    """Step time, speed-up and cost on `devices` devices."""
 
     devices: int
     share: int
@@ -85,7 +85,7 @@ class Forecast(NamedTuple):
     memory_bytes: float  # of a device
     bytes_a_step: int
     losses_s: dict[str, float]  # of a step, by `LOSSES`: with an N-th of one device's step they sum to it
-    dp_speed_up: float | None  # under dp instead; None where that cannot be
+    dp_speed_up: float | None  # under dp instead; None if impossible
 
     @property
     def efficiency(self) -> float | None:
@@ -300,7 +300,7 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
 
 
 def _interpolated(shares: Sequence[Share], devices: int, batch: int) -> tuple[Profile, float]:
-    """Interpolate the profile and memory of a rank with so many samples."""
+    """Interpolate the profile and memory of a rank with `batch` samples."""
     one, *parts = shares
     if devices == 1 or not parts:
         return one.profile, one.memory_bytes

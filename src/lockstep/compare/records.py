@@ -139,7 +139,7 @@ class Run:
 
     @functools.cached_property
     def record(self) -> Record:
-        """The content of its steps.jsonl. Raises `RequestError` where that is damaged."""
+        """The content of its steps.jsonl. Raises `RequestError` if it is damaged."""
         return record(self.folder)
 
     @property

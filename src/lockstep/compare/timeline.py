@@ -87,7 +87,7 @@ class Link:
         return self.points[0][1]
 
     def message_s(self, size_bytes: float) -> float:
-        """Return the seconds of a message of so many bytes."""
+        """Return the seconds of a message."""
         smallest, latency_s = self.points[0]
         if size_bytes <= smallest:
             return latency_s
@@ -127,7 +127,7 @@ class Network:
     has_trees: bool = False  # whether the library may sum along trees (NCCL), or only along a ring (gloo)
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds to sum so many bytes over the ranks.
+        """Return the seconds of an all-reduce.
 
         In a ring (Patarasuk & Yuan, 2009), or two trees where they are faster (Sanders, Speck & Träff, 2009).
         """
@@ -143,7 +143,7 @@ class Network:
         return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self.outer(ranks).gather_s)
 
     def outer(self, ranks: int) -> Link:
-        """Return the outermost link that so many ranks need."""
+        """Return the outermost link that the ranks need."""
         return self.between if self._nodes(ranks) > 1 else self.within
 
     def instant(self) -> Network:
@@ -161,7 +161,7 @@ class Network:
         return math.ceil(ranks / self.per_node)
 
     def _transfer_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds of so many bytes on the slowest link. Without latency."""
+        """Return the seconds of a transfer on the slowest link, without latency."""
         links = [self.between] * (self._nodes(ranks) > 1) + [self.within] * (self.per_node > 1)
         return max(link.message_s(size_bytes) - link.latency_s for link in links)
 
@@ -170,7 +170,7 @@ FREE = Network(between=Link.of(math.inf, 0.0), within=Link.of(math.inf, 0.0))  #
 
 
 def step_s(profile: Profile, ranks: int, network: Network) -> float:
-    """Return the seconds of a step on so many such ranks."""
+    """Return the seconds of a step on `ranks` such ranks."""
     *gaps, tail = profile.seconds.T
     cost = 1 + network.outer(ranks).beside
     # From the moment when all gradients are ready: the optimizer's step, then the next step up to that moment.
