@@ -115,10 +115,8 @@ def _centre(image: Image.Image, size: int) -> Image.Image:
     """
     from PIL.Image import Resampling
 
-    (left, right), (top, bottom) = (
-        _middle(side, size * 256 // 224 * side // min(image.size), size) for side in image.size
-    )
-    return image.resize((size, size), Resampling.BILINEAR, box=(left, top, right, bottom))
+    columns, rows = (_middle(side, size * 256 // 224 * side // min(image.size), size) for side in image.size)
+    return image.resize((size, size), Resampling.BILINEAR, box=(columns[0], rows[0], columns[1], rows[1]))
 
 
 def _middle(side: int, resized: int, size: int) -> tuple[float, float]:

@@ -270,7 +270,8 @@ class SharedLoader:
             if self._signatures is None:
                 self._signatures, self._collation = batch
             return None
-        return Micro(self._moved(batch), share, indices[: share.size])
+        batch = moved(batch, *self._destination) if self._moves else batch
+        return Micro(batch, share, indices[: share.size])
 
     def _training(self, epoch: int, first: int, drawn_as: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
@@ -318,9 +319,6 @@ class SharedLoader:
         finally:
             for generator, state in zip(generators, states, strict=True):  # the user may draw from it, too
                 generator.set_state(state)
-
-    def _moved(self, batch: Any) -> Any:
-        return moved(batch, *self._destination) if self._moves else batch
 
 
 def moved(part: Any, *destination: Any) -> Any:

@@ -24,7 +24,7 @@ _SENTENCES = {
     "data": "ranks read other samples than one process does for their shares: the data set, or the order that they are "
     "read in, is not the same on every rank, or draws from an unseeded generator; seed it by the sample's index",
     "randomness": "the model draws random numbers, such as dropout, and each rank or micro-batch draws its own",
-    "local BatchNorm": "each replica normalises by the statistics of its own share; use --batchnorm sync, which ddp "
+    "local BatchNorm": "each replica normalises by the statistics of its share; use --batchnorm sync, which ddp "
     "has by default, or a norm that does not look at the batch",
     "a loss that divides by the local batch": "--loss returns the mean of the samples it is given, although "
     'reduction="sum" is asked for: ranks with other counts weigh samples differently; return the sum',
