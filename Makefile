@@ -5,7 +5,7 @@ READY := .venv/.ready
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all mutants check format bench
+.PHONY: demo test test-all mutants check format bench docs
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -41,3 +41,7 @@ format: $(READY)
 
 bench: $(READY)  ## the tables in benchmarks/results
 	$(BIN)/python -m benchmarks
+
+docs: $(READY)  ## the documentation's site, in site/
+	$(BIN)/pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	$(BIN)/python docs/build.py
