@@ -12,22 +12,23 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import reference
 import tomli_w
+from links import broken_links
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 HOWTO = ("own-loop", "resume", "slurm", "nodes", "notebooks", "finetuning", "evaluation", "debugging-a-hang")
 FROM = ("from-torchrun", "from-accelerate", "from-lightning", "from-the-classic-tutorials")
 DETAILS = ("session", "runs", "audit", "compare", "forecast", "ray", "architecture")
+NOTES = ["notes/index.md", *sorted(f"notes/{page.name}" for page in (DOCS / "notes").glob("[0-9]*.md"))]
 SECTIONS = {
     ("Start", "入门"): ["index.md", "tutorial.md"],
     ("How-to", "操作指南"): [f"howto/{name}.md" for name in (*HOWTO, *FROM)],
-    ("Notes", "课程"): sorted(f"notes/{page.name}" for page in (DOCS / "notes").glob("*.md")),
+    ("Notes", "笔记"): NOTES,
     ("In detail", "详解"): [f"{name}.md" for name in DETAILS],
     ("Reference", "参考"): [*reference.PAGES, "files.md", "glossary.md"],
 }
@@ -35,6 +36,10 @@ LANGUAGES = {"en": "English", "zh": "简体中文"}
 TOGGLES = {"en": "Switch between light and dark", "zh": "切换明暗模式"}
 BANNER = '!!! note "本页尚无中文翻译，以下为英文原文。"\n\n'
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CHINESE_WRAP = re.compile(
+    r"(?:(?<=[\u4e00-\u9fff])\n *(?=[\u3000-\u9fff\uff00-\uffef])"
+    r"|(?<=[\u3000-\u303f\uff00-\uffef])\n *(?=[^\s\d#>|!+*-]))"
+)  # HTML would show a space
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -92,10 +97,14 @@ class Tree:
             target = (folder / unquote(path)).resolve()
             if not target.exists():
                 raise SystemExit(f"{page}: the link {match[1]} leads to no file.")
-            return f"]({'../' * page.count('/')}{self.add(target)}{anchor})"
+            top = "../" * page.count("/")
+            if target.relative_to(ROOT).as_posix() in (f"docs/{page}", f"docs/zh/{page}"):  # in the other language
+                return f"]({top}{'../' if self.language == 'zh' else 'zh/'}{page.removesuffix('.md')}.html)"
+            return f"]({top}{self.add(target)}{anchor})"
 
         parts = FENCED.split(text)
-        return "".join(part if part.startswith("```") else LINK.sub(replace, part) for part in parts)
+        prose = {part: CHINESE_WRAP.sub("", LINK.sub(replace, part)) for part in parts[::2]}
+        return "".join(prose.get(part, part) for part in parts)
 
     def build(self, site: Path) -> None:
         """Run zensical; copy its output to `site`."""
@@ -117,40 +126,6 @@ class Tree:
         if built.returncode:
             raise SystemExit(f"{built.stdout}{built.stderr}zensical refused the pages ({self.language}).")
         shutil.copytree(self.folder / "site", site)
-
-
-class Page(HTMLParser):
-    """The anchors of a page, its links, and the files that it loads."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.anchors, self.links, self.loaded = set[str](), set[str](), set[str]()
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = {name: value or "" for name, value in attrs}
-        self.anchors |= {values.get("id", ""), values.get("name", "")}
-        (self.links if tag == "a" else self.loaded).update(values[name] for name in ("href", "src") if name in values)
-
-
-def broken_links(site: Path) -> list[str]:
-    """Return the faults of the links of a built site, one per line."""
-    pages = {path.resolve(): Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
-    faults = []
-    for path, page in pages.items():
-        for link in sorted(page.links | page.loaded):
-            parts, fault = urlsplit(link), ""
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            target, anchor = target / "index.html" if target.is_dir() else target, unquote(parts.fragment)
-            if parts.scheme or parts.netloc:
-                fault = "loaded from another host" if link in page.loaded and parts.scheme != "data" else ""
-            elif not target.exists():
-                fault = "no such file"
-            elif anchor and target in pages and anchor not in pages[target].anchors:
-                fault = "no such anchor"
-            if fault:
-                faults.append(f"{path.relative_to(site)}: {link}: {fault}")
-    return faults
 
 
 def main(site: Path) -> None:

@@ -14,7 +14,7 @@ from lockstep.cli.main import VERBS, main
 
 MORE_VERBS = {"verify": ["verify gradients", "verify curve"], "submit": ["submit slurm"]}
 SECTION = re.compile(r"^ (\S.*)\n -{9,}\n", re.MULTILINE)
-QUOTED = re.compile(r": '([^']*)'")  # an annotation
+QUOTED = re.compile(r""": (?:'([^']*)'|"([^"]*)")""")  # an annotation
 FLAG = re.compile(r" {2}((?!---)[-\[].*?)(?: {2,}(.*))?")
 
 
@@ -88,7 +88,7 @@ def _described(name: str, thing: object) -> str:
     if len(shown) > 80:
         shown = "(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + ")"
     shown += f" -> {returned}" if inspect.isroutine(thing) else ""
-    shown = QUOTED.sub(r": \1", shown)
+    shown = re.sub("= <.*?>", "= …", QUOTED.sub(r": \1\2", shown))
     return f"```python\n{name}{shown}\n```\n\n{text}\n"
 
 
