@@ -118,9 +118,7 @@ class Tree:
         for palette in project["theme"]["palette"]:
             palette["toggle"]["name"] = TOGGLES[self.language]
         (self.folder / "zensical.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
-        for name in ("site.css", "partials/alternate.html"):
-            (self.folder / "theme" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(DOCS / "theme" / name, self.folder / "theme" / name)
+        shutil.copytree(DOCS / "theme" / "partials", self.folder / "theme" / "partials")
         command = [sys.executable, "-m", "zensical", "build", "--strict"]
         built = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         if built.returncode:
