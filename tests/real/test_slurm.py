@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import hardware
+from lockstep.data import digits
 from lockstep.monitor.signals import STOPPING
 
 from ..command import GATED, OPEN, command, gate, losses, sentence, until, weights
@@ -89,6 +91,24 @@ srun --error=told {_PYTHON} run --output failed train.py - broken; echo "exit $?
     assert _topology(tmp_path / "two")[1:] == (2, 2)
     assert are_alike(losses(tmp_path / "two"), alone)
     check_failed_once((tmp_path / "told").read_text(), path)
+
+
+def test_an_ejected_file_reads_slurms_variables(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("digits", "--strategy", "ddp", "--accelerator", "cpu", "--precision", "fp64", "--max-steps", 5)
+    ended = command(tmp_path, "eject", *words, "--log-every", 1, "--slurm", "--output", "train.py")
+    assert ended.code == 0, ended
+    shutil.copy(Path(digits.__file__).with_name("digits.npz"), tmp_path)
+    script = f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks=2 --exclusive --output={tmp_path}/log
+srun {sys.executable} train.py; echo "exit $?"
+"""
+    cluster.ended(cluster.submit(script, tmp_path, CUDA_VISIBLE_DEVICES="", **CODE))
+    log = (tmp_path / "log").read_text()
+    assert "exit 0" in log, log
+    assert command(tmp_path, "train", *words, "--log-every", 1, "--strategy", "single", "--output", "run").code == 0
+    found = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", log, re.MULTILINE)]
+    assert found == pytest.approx([loss for _, loss in losses(tmp_path / "run")], rel=1e-9)
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize(

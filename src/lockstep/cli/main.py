@@ -27,6 +27,7 @@ VERBS = {
     "compare": "compare methods on this machine: lockstep compare RECIPE [--vary OPTION=VALUES]",
     "forecast": "predict more devices: lockstep forecast RECIPE --devices 1:64 --network 100GbE",
     "runs": "list the runs of a folder: lockstep runs [FOLDER]",
+    "eject": "write plain PyTorch without lockstep: lockstep eject RECIPE|RUN|SCRIPT.py > train.py",
     "diff": "compare two checkpoints: lockstep diff A B",
     "submit": "submit a run to a cluster: lockstep submit slurm [its flags] RECIPE [flags]",
     "doctor": "check whether a job can run here: lockstep doctor [flags]",

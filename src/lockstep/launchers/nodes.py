@@ -61,7 +61,7 @@ from .variables import having, unset
 _BACKEND = "lockstep"  # in torch's registry
 _KEEP_ALIVE_S, _MISSED = 2, 3
 _COUNTED_OUT_S = _KEEP_ALIVE_S * _MISSED  # an agent that is silent for so long is dropped, and ends its ranks itself
-_LAST_CALL_S = 5  # for further nodes, once the least number has come
+_LAST_CALL_S = 3  # for further nodes, once the least number has come
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 
 

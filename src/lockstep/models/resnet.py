@@ -52,9 +52,9 @@ class ResNet(nn.Module):
         blocks: Sequence[int],
         widths: Sequence[int],
         *,
-        bottleneck: bool = False,
         classes: int,
         in_channels: int = 3,
+        bottleneck: bool = False,
     ) -> None:
         super().__init__()
         self.stem = nn.Sequential(*_normalised(in_channels, widths[0], 3, 1), nn.ReLU(inplace=True))

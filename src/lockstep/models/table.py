@@ -16,6 +16,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import user_code
@@ -52,9 +53,7 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
     The network is float32 on the CPU, its weights from torch's global generator. Raises `RequestError` for other names.
     """
-    # Samples other than images have features in place of channels.
-    sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
-    arguments = {"classes": classes, **sides, "shape": shape}
+    arguments = _arguments(classes, shape)
     if ":" in name:
         return _build_own(name, arguments)
     if (builtin := _find_builtin(name)) is None:
@@ -68,6 +67,25 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
         _check_image(name, shape)
     model: nn.Module = builder(**options, **accepted)
     return model
+
+
+def source(
+    name: str, *, classes: int, shape: tuple[int, ...]
+) -> tuple[str, Path | None, str, dict[str, Any]]:
+    """Return (callable, the file that defines it, the module that it is imported from, arguments) of a network.
+
+    Either file or module is empty. The callable of torchvision's networks is `models.get_model`.
+    """
+    arguments = _arguments(classes, shape)
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        return attribute, None, module, _accepted(user_code.load("--model", name), arguments)
+    if (builtin := _find_builtin(name)) is None:
+        plain = _torchvision_name(name)
+        return "models.get_model", None, "torchvision", {"name": plain, "weights": None, "num_classes": classes}
+    file, attribute, options = builtin
+    builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
+    return attribute, Path(__file__).with_name(f"{file}.py"), "", options | _accepted(builder, arguments)
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
@@ -100,6 +118,12 @@ def _find_builtin(name: str) -> tuple[str, str, dict[str, int]] | None:
         return None
     file, attribute = BUILTIN.get(name, ("pyramidnet", "PyramidNet"))
     return file, attribute, options
+
+
+def _arguments(classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    # Samples other than images have features in place of channels.
+    sides = {"in_channels": shape[0] if shape else 1, "image_size": shape[-1] if shape else 1}
+    return {"classes": classes, **sides, "shape": shape}
 
 
 def _torchvision_name(name: str) -> str:

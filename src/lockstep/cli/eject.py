@@ -1,0 +1,101 @@
+"""`lockstep eject RECIPE | RUN | SCRIPT.py`: a run, or a loop over a session, as one file of plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from ..config.options import read_toml
+from ..config.schema import RecordConfig, RunConfig
+from ..errors import RequestError, choose
+from ..files import read, shown
+from ..models import table
+from ..runs import folders
+from . import flags, output
+
+USAGE = """\
+usage: lockstep eject RECIPE [flags] > train.py       a recipe, with the flags of lockstep train
+       lockstep eject runs/NAME [flags] > train.py    a run, by its config.toml
+       lockstep eject SCRIPT.py > plain.py            a loop over lockstep.session(), as DistributedDataParallel
+
+Writes one file of plain PyTorch that needs no lockstep: model, data, order of the samples, training and evaluation, for
+the given strategy, launcher, precision and accumulation. In float64, the losses of a recipe's file equal those of its
+run. A header lists what is not carried over, such as the watchdog. The file of a script divides and weights batches as
+a session does; the order of its samples differs.
+
+  --slurm             ranks read Slurm's variables (default: torchrun's, or those of --launcher and --init-method)
+  --language LANGUAGE comments: en or zh (default: en)
+  --diff              show the difference from the file for one device, with the chapters of the notes about it
+  --output FILE       write the file there, unless it exists (default: print it)
+
+Example: lockstep eject digits --strategy ddp --devices 2 --precision bf16 > train.py
+"""
+_OWN = {"--slurm": bool, "--language": str, "--diff": bool, "--output": str}
+_PROG = "lockstep eject"
+
+
+def main(words: list[str]) -> int:
+    """Write the file, and return the exit code."""
+    if not words or words[0].startswith("-"):
+        raise RequestError(f"{_PROG} lacks what to eject, which comes first, as in {_PROG} digits --strategy ddp.")
+    options, _ = flags.take(words[1:], _OWN, prog=_PROG)
+    path = Path(options["--output"]) if "--output" in options else None
+    if path is not None and path.exists():
+        raise RequestError(f"--output {path} exists; give the path of a new file.")
+    ejected = text(words)
+    if path is None:
+        output.show(ejected)
+        return 0
+    try:
+        path.write_text(ejected, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--output {path} cannot be written: {error.strerror}.") from error
+    return 0
+
+
+def text(words: list[str]) -> str:
+    """Return the file for a command line."""
+    options, rest = flags.take(words[1:], _OWN, prog=_PROG)
+    language = choose("language", options.get("--language", "en"), ("en", "zh"))
+    path = Path(words[0])
+    if path.suffix == ".py":
+        from ..eject.loop import eject_loop
+
+        if rest or options.keys() & {"--slurm", "--diff"}:
+            raise RequestError(f"{_PROG} {path} takes no flags but --language and --output.")
+        try:
+            return eject_loop(path, read(path, through_links=True).decode(), language=language)
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    config = _config(words[0], rest)
+    table.preflight(config.model.name)
+    from ..eject import recipe
+
+    command = shlex.join(["lockstep", "eject", *words])
+    ejected = recipe.eject(config, command, slurm="--slurm" in options, language=language)
+    if "--diff" not in options:
+        return ejected
+    parallel = dataclasses.replace(
+        config.parallel,
+        strategy="single",
+        devices=None,
+        gpus="",
+        launcher="auto",
+        rank=None,
+        world_size=None,
+        init_method="",
+    )
+    single = recipe.eject(dataclasses.replace(config, parallel=parallel), command, language=language)
+    return recipe.difference(single, ejected)
+
+
+def _config(subject: str, rest: list[str]) -> RunConfig:
+    """Return the config of a recipe or of a run's folder, with the command line's flags."""
+    if not Path(subject).is_dir():
+        return flags.parse([subject, *rest], prog=_PROG)
+    source = folders.find(Path(subject), "config.toml") / "config.toml"
+    base = dataclasses.replace(read_toml(source), record=RecordConfig())
+    if base.data.name == "":
+        raise RequestError(f"{shown(source.parent)} was trained by a script; eject that script.")
+    return flags.parse(rest, prog=f"{_PROG} RUN", base=base, source=source)

@@ -1,0 +1,1 @@
+"""A run as one file of plain PyTorch."""

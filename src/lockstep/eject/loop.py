@@ -1,0 +1,247 @@
+"""A script over `lockstep.session()` as plain DistributedDataParallel."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import RequestError
+from .chinese import translated
+from .cut import Edit, Text, clean
+from .link import Linked, import_lines, imports_of
+
+_PLAIN = Path(__file__).with_name("plain.py")
+_DROPPED = ("output", "resume", "checkpoint_every", "log_every", "verify_every", "ledger", "timeout", "stall_timeout")
+"""Options of a session that concern records and proofs."""
+_OF_ANY_MODULE = ("train", "eval", "parameters", "named_parameters", "modules", "state_dict", "load_state_dict")
+"""Attributes that a wrapped model has, too."""
+_CALLS = {"sum": "summed({0}, device)", "max": "largest({0}, device)", "gather": "gathered({0}, world)"}
+_VALUES = {"rank": "rank", "device": "device", "is_main": "rank == 0"}
+
+
+class _Prepared(NamedTuple):
+    models: set[str]
+    loaders: set[str]
+
+
+def eject_loop(path: Path, text: str, *, language: str = "en") -> str:
+    """Return the script without lockstep. Raises `RequestError` for the first line that has no plain form."""
+    result = _Ejection(path, text).result()
+    return translated(result) if language == "zh" else result
+
+
+class _Ejection:
+    """The edits of one script."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        try:
+            self._text = Text(text)
+        except SyntaxError as error:
+            raise RequestError(f"{path} line {error.lineno} is not Python ({error.msg}).") from error
+        self._path, self._edits, self._used = path, list[Edit](), set[str]()
+        self._parents = {child: node for node in ast.walk(self._text.tree) for child in ast.iter_child_nodes(node)}
+        assignments = [
+            node
+            for node in ast.walk(self._text.tree)
+            if isinstance(node, ast.Assign) and self._is_session_call(node.value)
+        ]
+        if len(assignments) != 1 or not isinstance(assignments[0].targets[0], ast.Name):
+            raise RequestError(
+                f"lockstep eject {path}: it needs one line such as session = lockstep.session(), found "
+                f"{len(assignments)}; eject a recipe or a run, or a script with such a line."
+            )
+        self._opening, self._session = assignments[0], assignments[0].targets[0].id
+        self._seed = ""
+        self._prepared = self._find_prepared()
+
+    @staticmethod
+    def _is_session_call(node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) == "lockstep.session"
+
+    def _refuse(self, node: ast.AST, reason: str) -> RequestError:
+        line = getattr(node, "lineno", 0)
+        return RequestError(f"lockstep eject {self._path}: line {line} has no plain form: {reason}.")
+
+    def _find_prepared(self) -> _Prepared:
+        """Return the names of models and loaders that the session prepares."""
+        text, prepared = self._text, _Prepared(set(), set())
+        values = {
+            target.id: ast.unparse(node.value)
+            for node in ast.walk(text.tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        called = {ast.unparse(node.func) for node in ast.walk(text.tree) if isinstance(node, ast.Call)}
+        for node in self._calls("prepare"):
+            for argument in node.args:
+                if not isinstance(argument, ast.Name):
+                    raise self._refuse(node, "give session.prepare variables")
+                name, value = argument.id, values.get(argument.id, "")
+                if "DataLoader(" in value:
+                    prepared.loaders.add(name)
+                elif name in called:
+                    prepared.models.add(name)
+                elif "optim" not in value.lower() and "schedule" not in value.lower():
+                    raise self._refuse(node, f"{name} is neither a model that is called, nor a DataLoader or optimizer")
+        return prepared
+
+    def _calls(self, name: str) -> Iterator[ast.Call]:
+        for node in ast.walk(self._text.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{self._session}.{name}":
+                yield node
+
+    def result(self) -> str:
+        """Return the edited script, with the definitions that it needs."""
+        self._open()
+        for node in ast.walk(self._text.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+            elif isinstance(node, ast.For):
+                self._loop(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == self._session:
+                    self._use(node)
+                elif self._is_hidden(node):
+                    raise self._refuse(node, f"DistributedDataParallel hides {node.value.id}.{node.attr}")
+        text = self._text.text
+        for edit in sorted(self._edits, reverse=True):
+            text = text[: edit.start] + edit.text + text[edit.stop :]
+        return self._with_definitions(text)
+
+    def _is_hidden(self, node: ast.Attribute) -> bool:
+        """Return whether an attribute of a model is out of reach once the model is wrapped."""
+        prepare = next(self._calls("prepare"), None)
+        is_wrapped = prepare is not None and node.lineno > prepare.lineno
+        return is_wrapped and ast.unparse(node.value) in self._prepared.models and node.attr not in _OF_ANY_MODULE
+
+    def _replace(self, node: ast.expr, code: str) -> None:
+        self._used |= {name.id for name in ast.walk(ast.parse(code)) if isinstance(name, ast.Name)}
+        self._edits.append(Edit(self._text.start(node), self._text.stop(node), code))
+
+    def _replace_lines(self, node: ast.stmt, lines: list[str]) -> None:
+        assert node.end_lineno is not None
+        indent = " " * node.col_offset
+        for line in lines:
+            self._used |= {name.id for name in ast.walk(ast.parse(line)) if isinstance(name, ast.Name)}
+        start, stop = self._text.line_start(node.lineno), self._text.line_start(node.end_lineno + 1)
+        self._edits.append(Edit(start, stop, "".join(f"{indent}{line}\n" for line in lines)))
+
+    def _open(self) -> None:
+        """Replace the session's opening, and what it prepares."""
+        call = self._opening.value
+        assert isinstance(call, ast.Call)
+        lines = ["rank, world, device = join()"]
+        for keyword in call.keywords:
+            if keyword.arg == "seed":
+                self._seed = ast.unparse(keyword.value)
+                lines.append(f"torch.manual_seed({self._seed})")
+            elif keyword.arg not in _DROPPED:
+                raise self._refuse(keyword, f"session({keyword.arg}=…)")
+        self._replace_lines(self._opening, lines)
+        for node in self._calls("prepare"):
+            statement = self._parents[node]
+            if not isinstance(statement, ast.Assign) or ast.unparse(statement.targets[0]).strip("()") != ", ".join(
+                map(ast.unparse, node.args)
+            ):
+                raise self._refuse(node, "assign what session.prepare returns to the same variables")
+            names = [argument.id for argument in node.args if isinstance(argument, ast.Name)]
+            lines = [f"{name} = parallel({name}, device)" for name in names if name in self._prepared.models]
+            seed = f", {self._seed}" * bool(self._seed)
+            lines += [f"{name} = shared({name}, rank, world{seed})" for name in names if name in self._prepared.loaders]
+            self._replace_lines(statement, lines)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        names = [alias.name for alias in node.names]
+        if names == ["lockstep"]:
+            self._replace_lines(node, [])
+        elif any(name.partition(".")[0] == "lockstep" for name in (*names, getattr(node, "module", None) or "")):
+            raise self._refuse(node, "it imports a part of lockstep; write that out first")
+
+    def _loop(self, node: ast.For) -> None:
+        """Replace the iterable of a loop over epochs or a prepared loader."""
+        iterable = node.iter
+        if isinstance(iterable, ast.Call) and ast.unparse(iterable.func) == f"{self._session}.epochs":
+            if not isinstance(node.target, ast.Name) or len(iterable.args) != 1:
+                raise self._refuse(node, "name the epoch, as in for epoch in session.epochs(10)")
+            self._replace(iterable, f"range({ast.unparse(iterable.args[0])})")
+            indent, place = " " * node.body[0].col_offset, self._text.line_start(node.body[0].lineno)
+            for name in sorted(self._prepared.loaders):
+                line = f"{indent}{name}.batch_sampler.set_epoch({node.target.id})\n"
+                self._edits.append(Edit(place, place, line))
+        loader = self._loader(node)
+        if loader is not None:
+            self._replace(loader, f"on_device({loader.id}, device)")
+
+    def _loader(self, node: ast.For) -> ast.Name | None:
+        """Return the prepared loader that a loop runs over, also within enumerate or a progress bar."""
+        names = [item for item in ast.walk(node.iter) if isinstance(item, ast.Name)]
+        return next((item for item in names if item.id in self._prepared.loaders), None)
+
+    def _use(self, node: ast.Attribute) -> None:
+        """Replace an attribute of the session, or a call of it."""
+        parent = self._parents[node]
+        call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+        if node.attr in ("prepare", "epochs"):
+            return
+        if call is None and node.attr in _VALUES:
+            self._replace(node, _VALUES[node.attr])
+        elif call is None and isinstance(parent, ast.Attribute) and (node.attr, parent.attr) == ("world", "size"):
+            self._replace(parent, "world")
+        elif call is not None and node.attr in ("log", "score"):
+            statement = self._parents[call]
+            if not isinstance(statement, ast.Expr):
+                raise self._refuse(node, f"{ast.unparse(call)} within an expression")
+            self._replace_lines(statement, ["pass"] if len(getattr(self._parents[statement], "body", [])) == 1 else [])
+        elif call is not None and node.attr == "print":
+            self._replace(node, "print")
+        elif call is not None and node.attr in _CALLS and len(call.args) == 1 and not call.keywords:
+            self._edit_call(call, _CALLS[node.attr])
+        elif call is not None and node.attr == "evaluating" and len(call.args) == 1:
+            self._edit_call(call, "evaluating({0}, device, rank, world)")
+        elif call is not None and node.attr in ("backward", "mean") and len(call.args) == 1:
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            if given.keys() - {"weight"}:
+                raise self._refuse(node, ast.unparse(call))
+            count = given.get("weight") or f"len({self._batch(node)})"
+            form = "backward({0}, COUNT, device, world)" if node.attr == "backward" else "mean_of({0}, COUNT, device)"
+            self._edit_call(call, form.replace("COUNT", count))
+        else:
+            raise self._refuse(node, f"{self._session}.{node.attr}")
+
+    def _edit_call(self, call: ast.Call, form: str) -> None:
+        """Replace a call around its first argument, which has edits of its own."""
+        before, after = form.split("{0}")
+        argument = call.args[0]
+        self._used |= {name.id for name in ast.walk(ast.parse(form.format("x"))) if isinstance(name, ast.Name)}
+        self._edits.append(Edit(self._text.start(call), self._text.start(argument), before))
+        self._edits.append(Edit(self._text.stop(argument), self._text.stop(call), after))
+
+    def _batch(self, node: ast.AST) -> str:
+        """Return the tensor whose length is the number of samples: the first that the loop over a loader names."""
+        while node in self._parents:
+            node = self._parents[node]
+            if isinstance(node, ast.For) and self._loader(node) is not None:
+                target = node.target
+                while isinstance(target, ast.Tuple):
+                    elements = target.elts
+                    is_counted = "enumerate(" in ast.unparse(node.iter) and target is node.target
+                    target = elements[1] if is_counted else elements[0]
+                if isinstance(node.target, ast.Tuple) and isinstance(target, ast.Name):
+                    return target.id
+        raise self._refuse(node, "its batch is not (x, y, …); give the count, as in session.backward(loss, weight=n)")
+
+    def _with_definitions(self, text: str) -> str:
+        """Insert the definitions of `plain.py` that are used after the script's imports, and sort those."""
+        source, needed = Text(text), Linked(_PLAIN.read_text(encoding="utf-8"), self._used)
+        nodes = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        nodes = [node for node in nodes if getattr(node, "module", "") != "__future__"]
+        clash = {definition.name for definition in source.tree.body if isinstance(definition, ast.FunctionDef)}
+        if names := clash & self._used & needed.names:
+            raise self._refuse(self._opening, f"{', '.join(sorted(names))} is a function of the script's; rename it")
+        imports = "\n".join(import_lines(needed.imports | imports_of(source)))
+        start, stop = source.line_start(nodes[0].lineno), source.line_start((nodes[-1].end_lineno or 0) + 1)
+        rest = text[stop:].strip("\n")
+        return clean(f"{text[:start]}{imports}\n\n\n{needed.body()}\n\n{rest}\n")
