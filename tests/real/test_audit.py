@@ -198,10 +198,13 @@ def test_a_script_that_spawns_its_ranks_is_judged(kind: str, code: int, tmp_path
 
 
 @pytest.mark.long
-def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(tmp_path: Path) -> None:
+def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += [str(SCRIPTS / "ddp.py"), "dropout"]
-    alone = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path).stdout
+    alone = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
     assert start.run("record", [start.Process(words, {})], tmp_path, steps=3) == 0
     outputs = (alone, (tmp_path / "record.txt").read_text())
     plain, observed = ([line for line in text.splitlines() if line.startswith("weights")] for text in outputs)

@@ -45,7 +45,7 @@ class Recorder(Observer):
         self._generators: Any = None
         self._current: int | None = None
         self._recent: set[int] = set()
-        """Loaders that were read since a model was called: for a step, if its gradients are computed by the next call."""
+        """Loaders that were read since a model was called."""
         self._training: set[int] = set()
         """Loaders whose batches are trained on."""
         self._datasets: list[Any] = []
@@ -107,7 +107,8 @@ class Recorder(Observer):
                 batch = copy_batch(batch, self.dtype) if self.dtype else batch
                 self._reads.append(Read(number, iteration, copy_batch(batch), states))
                 self._current, count = number, count + 1
-                self._recent = {number} if self.is_evaluating else self._recent | {number}
+                earlier = set() if self.is_evaluating else self._recent  # an evaluation's are not trained on
+                self._recent = earlier | {number}
                 yield batch
             if batch is _END or is_over:
                 self._reads.append(Read(number, iteration, None, None))
