@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .chapter import Chapter, Words, on_ranks
 
-NETS = {"large operations": (1024, 6, 512), "small operations": (16, 150, 64)}
+NETS = {"large operations": (512, 4, 256), "small operations": (16, 150, 64)}
 """Width, layers and batch of a net."""
 RANKS = 2
-ROUNDS = 25
+ROUNDS = 200
 FORWARD, BACKWARD = "forward, ms", "backward, ms"
 Times = dict[str, float]
 
@@ -105,7 +105,8 @@ def draw(numbers: dict[str, Any], figure: Any, words: Words) -> None:
         axes.set_ylabel(words("ms per step"))
         axes.set_title(words(name))
         axes.tick_params(axis="x", labelsize=9)
-    figure.axes[0].legend(frameon=False)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, ncols=2, loc="outside upper center")
 
 
 def check(answer: str, numbers: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from .chapter import Chapter, Words
-from .rendezvous import free_port
+from .rendezvous import free_ports
 
 TRAIN = """
 import time, torch, lockstep
@@ -102,7 +102,7 @@ def train(folder: Path, *, kills: bool) -> Row:
 def plain(folder: Path, action: signal.Signals) -> Row:
     """Return how long plain DDP's rank 0 stays alive after the signal to rank 1."""
     (folder / "plain.py").write_text(PLAIN)
-    url = f"tcp://127.0.0.1:{free_port()}"
+    url = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

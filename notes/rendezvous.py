@@ -1,153 +1,136 @@
-"""Chapter 4: the ranks of a two-rank job find one another, or wait for ranks that are dead."""
+"""Chapter 4: the ranks of two-rank jobs find one another, or the addresses of dead ranks."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import mkstemp
 from typing import Any
+
+import torch
+from torch import distributed as dist
 
 from .chapter import Chapter, Words
 
-SCRIPT = """
-import sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist, torch.multiprocessing as mp
+JOBS, RANKS = 8, 2
+APART_S = 1.0
+"""Between the two ranks of a job, as from two shells."""
+TIMEOUT_S = 5.0
+"""The time-out that `init_process_group` is given."""
+LIMIT_S = 12.0
+"""After which a job counts as waiting."""
+MET, FAILED, WAITS = "met", "failed", "waits"
+Job = list[tuple[BaseProcess, Connection]]
 
-def main(rank, url, size, pause=0):
-    place = {} if rank is None else {"rank": rank, "world_size": size}
-    print("ready", flush=True)
-    dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds=5), **place)
-    dist.all_reduce(torch.ones(1))
-    print("met", flush=True)
-    time.sleep(pause)
+
+def free_ports(count: int) -> list[int]:
+    """Return different free ports of this host."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [server.getsockname()[1] for server in servers]
+    finally:
+        for server in servers:
+            server.close()
+
+
+def join(url: str, rank: int, delay_s: float, report: Connection) -> None:
+    """Join the job as this rank; report how that ends, and leave when the parent says so."""
+    time.sleep(delay_s)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=url, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT_S)
+        )
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        report.send(FAILED)
+        return
+    report.send(MET)
+    report.recv()
     dist.destroy_process_group()
 
-if __name__ == "__main__":
-    how, url, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
-    if how == "launched":
-        main(None, url, None)
-    elif how == "spawn":
-        mp.spawn(main, args=(url, 2), nprocs=2)
-    else:
-        main(int(how), url, 2, pause)
-"""
-RANKS = 2
-READY_S = 60.0
-"""Limit on the imports of both ranks."""
-LIMIT_S = 10.0
-"""Limit from then on; torch itself is given five seconds."""
+
+def start(url: str) -> Job:
+    """Start both ranks of a job; the second one joins `APART_S` later."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once
+    job: Job = []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=join, args=(url, rank, rank * APART_S, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        job.append((process, ours))
+    return job
 
 
-def free_port() -> int:
-    """Return a free port of this host."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-class Job:
-    """The processes of a two-rank job, and what they print."""
-
-    def __init__(self, folder: Path, *commands: Sequence[str]) -> None:
-        self.outputs = [Path(mkstemp(dir=folder)[1]) for _ in commands]
-        self.processes = []
-        for command, output in zip(commands, self.outputs, strict=True):
-            with output.open("w") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        cwd=folder,
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
-                        stdout=file,
-                        stderr=file,
-                    )
-                )
-
-    def until(self, word: str, limit_s: float) -> float:
-        """Return the seconds until both ranks have printed `word`, all have ended, or the time is over."""
-        begin = time.perf_counter()
-        while (seconds := time.perf_counter() - begin) < limit_s:
-            has_ended = all(process.poll() is not None for process in self.processes)
-            if self.count(word) == RANKS or has_ended:
-                break
-            time.sleep(0.01)
-        return seconds
-
-    def count(self, word: str) -> int:
-        """Return how many lines of all outputs equal `word`."""
-        return sum(output.read_text().splitlines().count(word) for output in self.outputs)
-
-    def kill(self) -> None:
-        """Kill all processes that still run."""
-        for process in self.processes:
+def outcomes(jobs: Sequence[Job], *, kills: bool = False) -> Counter[str]:
+    """Return how many jobs meet, fail in a rank, and wait; `kills` their ranks or lets them leave."""
+    deadline = time.monotonic() + LIMIT_S
+    counts: Counter[str] = Counter()
+    for job in jobs:
+        reports = [report.recv() if report.poll(max(0.0, deadline - time.monotonic())) else WAITS for _, report in job]
+        counts[MET if set(reports) == {MET} else FAILED if FAILED in reports else WAITS] += 1
+    for process, report in (rank for job in jobs for rank in job):
+        if kills:
             process.kill()
-            process.wait()
-
-    def result(self) -> dict[str, Any]:
-        """Return how the ranks meet, and the seconds that they take once both are ready."""
-        self.until("ready", READY_S)
-        seconds = self.until("met", LIMIT_S)
-        if self.count("met") == RANKS:
-            self.until("never", LIMIT_S)  # they end by themselves
-            return {"met": True, "seconds": round(seconds, 2)}
-        ends = ["waits" if process.poll() is None else "failed" for process in self.processes]
-        self.kill()
-        lines = [line for output in self.outputs for line in output.read_text().splitlines() if "Error:" in line]
-        return {"met": False, "seconds": round(seconds, 2), "ranks": ends, "message": next(iter(lines), "")}
-
-
-def by_hand(folder: Path, url: str, pause: float = 0) -> Job:
-    """Start both ranks as two shells would."""
-    return Job(folder, *(["meet.py", str(rank), url, str(pause)] for rank in range(RANKS)))
+        elif process.is_alive():
+            report.send("leave")
+    for process, _ in (rank for job in jobs for rank in job):
+        process.join(TIMEOUT_S)
+        process.kill()
+    return counts
 
 
 def measure() -> dict[str, Any]:
-    """Return how two ranks meet, by the way of their start."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "meet.py").write_text(SCRIPT)
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        starts = {
-            "torchrun, env://": Job(folder, [*launcher, "meet.py", "launched", "env://", "0"]).result(),
-            "mp.spawn, tcp://": Job(folder, ["meet.py", "spawn", f"tcp://127.0.0.1:{free_port()}", "0"]).result(),
-            "by hand, tcp://": by_hand(folder, f"tcp://127.0.0.1:{free_port()}").result(),
-            "by hand, file://": by_hand(folder, f"file://{folder}/fresh").result(),
+    """Return the outcomes of jobs by their rendezvous."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with tempfile.TemporaryDirectory() as folder:
+        fresh, stale = ([f"file://{folder}/{name}{job}" for job in range(JOBS)] for name in ("fresh", "stale"))
+        outcomes([start(f"file://{folder}/first")])  # the server of forks imports torch
+        results = {
+            "tcp://": outcomes([start(f"tcp://127.0.0.1:{port}") for port in free_ports(JOBS)]),
+            "file://": outcomes([start(url) for url in fresh]),
         }
-        is_removed = not (folder / "fresh").exists()
-        stale = f"file://{folder}/stale"
-        killed = by_hand(folder, stale, pause=60)
-        killed.until("met", READY_S)
-        killed.kill()
-        starts["by hand, file:// of a killed job"] = by_hand(folder, stale).result()
-    return {"starts": starts, "a clean end removes the file": is_removed}
+        left = sum(Path(url.removeprefix("file://")).exists() for url in fresh)
+        killed = outcomes([start(url) for url in stale], kills=True)
+        assert killed == {MET: JOBS}
+        results["file:// of a killed job"] = outcomes([start(url) for url in stale])
+    return {
+        "jobs of two ranks": {
+            name: {end: counts[end] for end in (MET, FAILED, WAITS)} for name, counts in results.items()
+        },
+        "files left by a clean end": left,
+    }
 
 
 def draw(numbers: dict[str, Any], figure: Any, words: Words) -> None:
-    """Draw the seconds of each start; red for ranks that did not join."""
+    """Draw the jobs of each rendezvous by their end, stacked."""
     axes = figure.subplots()
-    starts = numbers["starts"]
-    has_met = [result["met"] for result in starts.values()]
-    bars = axes.barh(
-        [words(name) for name in starts],
-        [result["seconds"] for result in starts.values()],
-        color=["#2980b9" if met else "#c0392b" for met in has_met],
-    )
-    axes.bar_label(
-        bars,
-        [f"{result['seconds']:.2f}" if result["met"] else words("not met") for result in starts.values()],
-        padding=4,
-    )
+    jobs = numbers["jobs of two ranks"]
+    names = [words(name) for name in jobs]
+    left = [0] * len(names)
+    for end, colour, label in (
+        (MET, "#2980b9", "the ranks meet"),
+        (FAILED, "#c0392b", "a rank fails"),
+        (WAITS, "#7f8c8d", "both ranks wait"),
+    ):
+        values = [counts[end] for counts in jobs.values()]
+        bars = axes.barh(names, values, left=left, color=colour, height=0.6, label=words(label))
+        axes.bar_label(bars, [str(value or "") for value in values], label_type="center", color="white")
+        left = [start + value for start, value in zip(left, values, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * max(result["seconds"] for result in starts.values()))
-    axes.set_xlabel(words("seconds, once both have imported torch"))
-    axes.set_title(words("Two ranks meet"))
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(words("jobs"))
+    axes.set_title(words("Eight jobs of two ranks, by their rendezvous"), pad=32)
+    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def check(answer: str, numbers: dict[str, Any]) -> bool:
@@ -160,13 +143,13 @@ CHAPTER = Chapter(
     draw,
     check,
     chinese={
-        "torchrun, env://": "torchrun，env://",
-        "mp.spawn, tcp://": "mp.spawn，tcp://",
-        "by hand, tcp://": "手动，tcp://",
-        "by hand, file://": "手动，file://",
-        "by hand, file:// of a killed job": "手动，被杀作业留下的 file://",
-        "not met": "未会合",
-        "seconds, once both have imported torch": "两个 rank 都导入 torch 之后的秒数",
-        "Two ranks meet": "两个 rank 会合",
+        "tcp://": "tcp://",
+        "file://": "file://",
+        "file:// of a killed job": "被杀作业留下的 file://",
+        "the ranks meet": "会合成功",
+        "a rank fails": "有 rank 失败",
+        "both ranks wait": "两个 rank 都在等待",
+        "jobs": "作业数",
+        "Eight jobs of two ranks, by their rendezvous": "八个双 rank 作业，按会合方式",
     },
 )
