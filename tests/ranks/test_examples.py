@@ -11,10 +11,12 @@ import runpy
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,18 +31,36 @@ from ..pool import RankPool
 
 LAW = 1e-9
 PLAIN, OURS = ROOT / "examples" / "plain", ROOT / "examples"
-WITHOUT_DRAWS = ("convnet", "finetune", "gpt", "schedule")
+WITHOUT_DRAWS = ("contrastive", "convnet", "detection", "finetune", "gpt", "rollout", "schedule")
 """Those that draw nothing but their weights and their order."""
-NAMES = (*WITHOUT_DRAWS, "gan", "stream")
+WITH_DRAWS = ("bert", "diffusion", "mixup")
+"""Those whose loop or model draws as on one device."""
+NAMES = (*WITHOUT_DRAWS, *WITH_DRAWS, "gan", "stream")  # the last two draw in their data sets
+BRIEFEST = ("diffusion", "schedule")
 WORLDS = (1, 2, 3)
 CASES = [case for case in product(NAMES, (1, 3)) if case != ("gan", 3)]
 BRIEF = {
-    "convnet": ("--batch", "200"),
+    "bert": ("--sequences", "100"),
+    **dict.fromkeys(("contrastive", "convnet", "diffusion", "mixup"), ("--batch", "200")),
+    "detection": ("--images", "100"),
     "finetune": ("--samples", "100"),
     "gan": ("--points", "501"),
     "stream": ("--draws", "150"),
 }
-KILLED_AT = {"convnet": 12, "finetune": 5, "gan": 8, "gpt": 5, "schedule": 31, "stream": 6}
+KILLED_AT = {
+    "bert": 6,
+    "contrastive": 12,
+    "convnet": 12,
+    "detection": 6,
+    "diffusion": 12,
+    "finetune": 5,
+    "gan": 8,
+    "gpt": 5,
+    "mixup": 12,
+    "rollout": 16,
+    "schedule": 31,
+    "stream": 6,
+}
 """A step of the second epoch."""
 
 
@@ -96,6 +116,21 @@ def changed(script: Path, to: Path, pattern: str, by: str) -> Path:
     return to / script.name
 
 
+def seed_draws(epoch: int, batch: int) -> None:
+    """Seed the generators of a plain script and of a session alike."""
+    torch.manual_seed(1000 * epoch + batch)
+    np.random.seed(1000 * epoch + batch)
+
+
+def with_known_draws(script: Path, to: Path) -> Path:
+    """Write `script` with batches in order, and with seeded draws; return the new one."""
+    script = changed(script, to, "shuffle=True", "shuffle=False")
+    if script.stem not in WITH_DRAWS:
+        return script
+    seed = "__import__('tests.ranks.test_examples', fromlist=['*']).seed_draws(epoch, len(losses))"
+    return changed(script, to, r"(?m)^( +)for .+ in loader:\n", rf"\g<0>\1    {seed}\n")
+
+
 def gap(one: list[str], other: list[str]) -> float:
     """Return the largest relative difference of two curves' numbers, as printed."""
     found = [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", "\n".join(lines))] for lines in (one, other)]
@@ -105,7 +140,10 @@ def gap(one: list[str], other: list[str]) -> float:
 
 def slowly(*case: object) -> Any:
     """Return a case that is run slice by slice."""
-    return pytest.param(*case, marks=pytest.mark.slow)
+    return pytest.param(*case, marks=[pytest.mark.slow, *([needs_transformers] if "bert" in case else [])])
+
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,15 +154,15 @@ def test_a_plain_script_needs_six_lines(name: str) -> None:
     assert 5 <= len(added) <= 6, added
 
 
-@pytest.mark.parametrize("name", ["schedule", *(slowly(name) for name in WITHOUT_DRAWS if name != "schedule")])
-def test_one_rank_learns_what_the_plain_script_learns(pool: RankPool, tmp_path: Path, name: str) -> None:
-    in_order = [
-        changed(folder / f"{name}.py", tmp_path / folder.name, "shuffle=True", "shuffle=False")
-        for folder in (PLAIN, OURS)
-    ]
-    (plain,) = pool.run(1, run_plain, in_order[0])
-    (ours,) = pool.run(1, run, in_order[1], {"output": str(tmp_path / "run")})
-    assert gap(plain, ours) < LAW
+@pytest.mark.parametrize(
+    "name", [*BRIEFEST, *(slowly(name) for name in (*WITHOUT_DRAWS, *WITH_DRAWS) if name not in BRIEFEST)]
+)
+def test_ranks_learn_what_the_plain_script_learns(pool: RankPool, tmp_path: Path, name: str) -> None:
+    scripts = [with_known_draws(folder / f"{name}.py", tmp_path / folder.name) for folder in (PLAIN, OURS)]
+    (plain,) = pool.run(1, run_plain, scripts[0])
+    for size in WORLDS:
+        for lines in pool.run(size, run, scripts[1], {"output": str(tmp_path / str(size))}):
+            assert gap(plain, lines) < LAW, size
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("gan", 3), *(slowly(*case) for case in CASES)])
