@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import os
 import re
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.cli import flags, info, run
 from lockstep.cli.main import VERBS, main
-from lockstep.config import schema
+from lockstep.compare import networks
 from lockstep.config.options import flatten, leaves, override, read_toml, recipe, recipes, to_toml
 from lockstep.config.schema import RunConfig
 from lockstep.config.validity import OneOf
@@ -44,22 +44,33 @@ def test_help_names_every_verb_every_flag_and_all_that_a_flag_takes(capsys: pyte
     """A new flag needs a reason: whoever adds one, adds it to FLAGS, and says why somebody would change it."""
     assert [leaf.key for leaf in leaves()] == FLAGS.split()
     assert main([]) == 0
-    told = capsys.readouterr().out
-    assert all(f"  {verb} " in told for verb in VERBS)
+    front = capsys.readouterr().out
+    assert all(f"  {verb} " in front for verb in VERBS)
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help"])
-    told = capsys.readouterr().out
-    takes: dict[str, tuple[str, ...]] = {
-        leaf.key: tuple(leaf.rule.words) if isinstance(leaf.rule, OneOf) else () for leaf in leaves()
-    }
-    takes |= {"data": tuple(sets.DATA_SETS)}
-    for key, names in takes.items():
-        found = re.search(rf"--{key}[ ,].*?(?=--\w|╰|\+-)", told, re.DOTALL)
-        assert found, key
-        assert [name for name in names if not re.search(rf"\b{name}\b", found[0])] == [], key
-    helps = re.findall(r"^    \w+: .*  # ((?:\S+ ){2})", inspect.getsource(schema), re.MULTILINE)
-    assert len(helps) > 30
-    assert [text for text in helps if text not in " ".join(told.split())] == []
+        main(["train", "digits", "--help"])
+    text = capsys.readouterr().out
+    for leaf in leaves():
+        entry = re.search(rf"^  --{leaf.key}[ ,\n].*?(?=^  --|^\S|\Z)", text, re.DOTALL | re.MULTILINE)
+        assert entry, leaf.key
+        assert len(entry[0].split()) > 3, f"no help: {leaf.key}"
+        names = (
+            [*leaf.rule.words] if isinstance(leaf.rule, OneOf) else list(sets.DATA_SETS) if leaf.key == "data" else []
+        )
+        assert [name for name in names if not re.search(rf"\b{name}\b", entry[0])] == [], leaf.key
+    assert "[64]" in text  # the recipe's batch
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", *VERBS, "verify gradients", "verify curve", "submit slurm"],
+)
+def test_help_fits_a_terminal_and_ends_with_an_example(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main([*words.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert re.search(r"^Examples?:\n(  lockstep .*\n)+\Z", text, re.MULTILINE)
+    assert all(name in text for name in networks.PRESETS if words == "forecast")
 
 
 def test_refusals_and_help_import_no_torch() -> None:

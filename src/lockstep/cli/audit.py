@@ -21,22 +21,6 @@ from .variants import whole_number
 if TYPE_CHECKING:
     from ..audit.judge import Verdict
 
-USAGE = """\
-usage: lockstep audit [--devices N] [flags] SCRIPT [its own flags]
-       lockstep audit [flags] -- COMMAND      one that starts the ranks, such as accelerate launch
-
-Runs SCRIPT, which need not know lockstep, on N ranks as torchrun would, for K optimizer steps and on to an evaluation
-and the next epoch; then in one process, on the ranks' samples, random draws and weights. Compares the gradients, says
-whether N ranks train the model that one process would train, and names the causes of a difference.
-
-  --devices N       ranks (default: 2)
-  --steps K         optimizer steps (default: 3)
-  --float64         compute in float64, as far as the script follows torch's default dtype
-  --timeout S       seconds without a step after which the script is ended (default: 300)
-  --output FOLDER   also write audit.md and audit.json there
-
-Exit code: 0 sound, 3 unsound, 2 cannot be judged, 1 the script fails.
-"""
 _FLAGS = {**dict.fromkeys(("--devices", "--steps", "--output", "--timeout"), str), "--float64": bool}
 
 

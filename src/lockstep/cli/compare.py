@@ -32,30 +32,6 @@ from .variants import Job, advice_on_failure, gpus, machine, notifier, provenanc
 if TYPE_CHECKING:
     from ..world.world import World
 
-USAGE = """\
-usage: lockstep compare [RECIPE] [--vary OPTION=VALUE,VALUE …] [flags of lockstep train]
-       lockstep compare [--vary OPTION=VALUE,VALUE …] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
-       lockstep compare --from RUN … [--output FOLDER]       a report on finished runs
-
-Measures variants of one job side by side: the same seed, global batch and order, each in its own processes. They run in
-alternating turns (A B C C B A …) until the ratios of their speeds are known to 2 %, or the budget is used up.
-Recommends a variant and reports where the time goes. Without --vary, compares the variants that suit this machine.
---seeds or --to-accuracy then train each variant fully, one at a time, once per seed, and report accuracy and time as
-mean ± sample standard deviation.
-
-  --vary OPTION=…    values of any flag of lockstep train, such as --vary strategy=single,dp,ddp --vary devices=1,2
-  --budget TIME      time limit of trials and turns, in s, m or h (default: 2m)
-  --seeds N          full trainings of each variant, with seeds from --seed up
-  --to-accuracy A    end each full training at this accuracy, such as 0.94 (default: 3 seeds)
-  --scaling weak     the same batch per device; default: the same global batch (strong)
-  --steps N          steps of the trial that measures where the time goes; default: as many as fit its time
-  --tolerance T      largest relative difference of losses for the same model (default: 1e-3, 1e-9 in fp64,
-                     1e-2 with Muon)
-  --from RUN …       a report on finished runs of one job
-  --output FOLDER    default: runs/NAME-comparison; continues a stopped comparison
-
-Exit code: 0 measured, 1 every variant failed, 2 the request cannot be honoured.
-"""
 FLAGS: dict[str, type] = {
     "--vary": list,
     **dict.fromkeys(("--budget", "--seeds", "--scaling", "--steps"), str),

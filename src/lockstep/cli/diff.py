@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 
     from ..checks.difference import Difference
 
-USAGE = """\
-usage: lockstep diff A B [--tolerance T] [--all]
-
-A and B are lockstep runs or checkpoints, safetensors files, or tensors saved by torch.save (other pickles are refused).
-Wrapper prefixes (module., _orig_mod.) are removed from the names.
-
-Prints the tensors that only one of them has, and the largest difference of the others: absolute, relative to the
-tensor's largest value, and in ULPs (the number of floating-point values between). If one side contains only weights,
-only weights are compared.
-
-  --tolerance T   treat tensors as equal up to this relative difference (default: 0, the same bits)
-  --all           print all rows, not the first 5 of a kind
-
-Exit code: 0 the same, 3 different, 2 they cannot be compared.
-"""
 _ROWS = 5
 
 

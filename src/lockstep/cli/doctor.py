@@ -23,24 +23,6 @@ from ..runs import folders
 from ..screen import Screen
 from . import flags, output
 
-USAGE = """\
-usage: lockstep doctor [--json] [flags]
-
-Checks this machine, or under any launcher all machines of a job: versions, processors, memory, limits, GPUs, host
-names, ports between each pair of ranks, all-reduce by size, whether sent bytes arrive unchanged, and the output folder.
-Each finding is green, yellow (a job runs, but slowly or at a risk) or red (no job can run), with a fix. Trains nothing,
-and leaves no files.
-
-  --json          print only one JSON object
-  --output FOLDER the folder that the job will write to (default: runs); it is not created
-  --data-dir FOLDER
-                  the folder of its data, if it already exists
-
-The flags of lockstep train on devices and rendezvous, from --devices to --init-method, mean the same here. A probe
-without an answer within --stall-timeout seconds (default here: 30) has failed, and so has a rank after twice that.
-
-Exit code: 0 a job can run (nothing is red), 1 no job can run, 2 the request cannot be honoured.
-"""
 _STALL_S = 30.0
 _OF_TRAINING = {"batchnorm"}
 """Options of the parallel section that concern neither devices nor rendezvous."""

@@ -7,30 +7,13 @@ import shlex
 from pathlib import Path
 
 from ..config.options import read_toml
-from ..config.schema import RecordConfig, RunConfig
+from ..config.schema import ParallelConfig, PrecisionConfig, RecordConfig, RunConfig
 from ..errors import RequestError, choose
-from ..files import read, shown
+from ..files import read, shown, write_whole
 from ..models import table
 from ..runs import folders
 from . import flags, output
 
-USAGE = """\
-usage: lockstep eject RECIPE [flags] > train.py       a recipe, with the flags of lockstep train
-       lockstep eject runs/NAME [flags] > train.py    a run, by its config.toml
-       lockstep eject SCRIPT.py > plain.py            a loop over lockstep.session(), as DistributedDataParallel
-
-Writes one file of plain PyTorch that needs no lockstep: model, data, order of the samples, training and evaluation, for
-the given strategy, launcher, precision and accumulation. In float64, the losses of a recipe's file equal those of its
-run. A header lists what is not carried over, such as the watchdog. The file of a script divides and weights batches as
-a session does; the order of its samples differs.
-
-  --slurm             ranks read Slurm's variables (default: torchrun's, or those of --launcher and --init-method)
-  --language LANGUAGE comments: en or zh (default: en)
-  --diff              show the difference from the file for one device, with the chapters of the notes about it
-  --output FILE       write the file there, unless it exists (default: print it)
-
-Example: lockstep eject digits --strategy ddp --devices 2 --precision bf16 > train.py
-"""
 _OWN = {"--slurm": bool, "--language": str, "--diff": bool, "--output": str}
 _PROG = "lockstep eject"
 
@@ -48,7 +31,7 @@ def main(words: list[str]) -> int:
         output.show(ejected)
         return 0
     try:
-        path.write_text(ejected, encoding="utf-8")
+        write_whole(path, ejected.encode())
     except OSError as error:
         raise RequestError(f"--output {path} cannot be written: {error.strerror}.") from error
     return 0
@@ -76,18 +59,13 @@ def text(words: list[str]) -> str:
     ejected = recipe.eject(config, command, slurm="--slurm" in options, language=language)
     if "--diff" not in options:
         return ejected
-    parallel = dataclasses.replace(
-        config.parallel,
-        strategy="single",
-        devices=None,
-        gpus="",
-        launcher="auto",
-        rank=None,
-        world_size=None,
-        init_method="",
+    alone = dataclasses.replace(
+        config,
+        parallel=ParallelConfig(strategy="single", accelerator=config.parallel.accelerator),
+        precision=PrecisionConfig(),
+        batch=dataclasses.replace(config.batch, accumulate=None, micro_batch=None),
     )
-    single = recipe.eject(dataclasses.replace(config, parallel=parallel), command, language=language)
-    return recipe.difference(single, ejected)
+    return recipe.difference(recipe.eject(alone, command, language=language), ejected)
 
 
 def _config(subject: str, rest: list[str]) -> RunConfig:

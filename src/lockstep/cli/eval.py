@@ -22,20 +22,6 @@ from .preflight import check_names
 if TYPE_CHECKING:
     from ..world.world import World
 
-USAGE = """\
-usage: lockstep eval RUN [--split SPLIT] [--predictions FILE.csv] [flags]
-
-Evaluates RUN: a run's folder (its last checkpoint) or one checkpoint, such as runs/digits-resnet8/checkpoints/best.
-Model and data come from the run's config.toml; repeat the flags that name your code (--model mine:Net). Scores do not
-depend on the devices: eval uses this machine's, or those of --strategy, --devices and the other flags of lockstep
-train.
-
-  --split SPLIT         validation, test or train (default: test); train without augmentation
-  --predictions FILE    write one line per sample: index, label, predicted class (-1 for NaN outputs), its probability,
-                        and the file of an image folder
-  --output FOLDER       the folder of scores.json, overall and per class (default: the run's folder; a warning if it is
-                        not writable)
-"""
 
 SPLITS = ("validation", "test", "train")
 _AT_ONCE = 1024

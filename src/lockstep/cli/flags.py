@@ -7,7 +7,7 @@ import io
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import field, make_dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -21,7 +21,7 @@ from ..data import sets
 from ..errors import RequestError, unknown
 from ..files import shown
 from ..runs import folders
-from . import output
+from . import output, usage
 
 T = TypeVar("T")
 _READERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -34,17 +34,6 @@ _READERS: dict[str, tuple[str, tuple[str, ...]]] = {
 """{flag: (the flag on which its effect depends, the values with which it has an effect)}"""
 _FLAG = re.compile("--?[A-Za-z]")
 """The beginning of a flag, but not of a value such as a negative number."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Train one model on any number of devices. With --dry-run: print the plan, and start nothing."""
-
-    run: Annotated[RunConfig, tyro.conf.arg(name="")]
-    recipe: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RECIPE]")] = None
-    """A recipe's name (lockstep info lists them); flags and --config override its values."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.toml")] = None
-    """A TOML file whose keys are flag names; flags override it, and it overrides the recipe."""
 
 
 _GONE = {
@@ -94,8 +83,8 @@ def parse(
     base = recipe(words[0]) if has_recipe else base or RunConfig()
     options = (tyro.conf.OmitArgPrefixes,)
     if {"--help", "-h"} & {*words}:
-        with output.written():
-            tyro.cli(Arguments, args=["--help"], prog=prog, default=Arguments(run=base), config=options)  # exits
+        output.show(usage.text(prog.removeprefix("lockstep ").removesuffix(" RUN").replace(" ", "-"), base))
+        raise SystemExit(0)
     names = _names(words, prog)
     values, run_words = take(words[has_recipe:], {"--config": str}, prog=prog)
     if "--config" in values:

@@ -18,26 +18,6 @@ from ..screen import Screen
 from . import output
 from .variants import Job, advice_on_failure, gpus, machine, notifier, provenance, warn_of_load, whole_number
 
-USAGE = f"""\
-usage: lockstep forecast [RECIPE] --network NETWORK [--devices N:M] [flags of lockstep train]
-       lockstep forecast --network NETWORK [--devices N:M] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
-
-Measures one rank's share of a job on this machine for several numbers of devices, and predicts their performance over a
-network: step time, speed-up with error bars, cost, memory, and the bottleneck. On a CPU, a device is a whole machine
-like this one.
-
-  --devices N:M       numbers of devices: 1:1024 (powers of two), or 1,2,4,6 (default: 1:64)
-  --network NETWORK   the network between nodes: {", ".join(networks.PRESETS)};
-                      or a rate and a latency, such as 10Gbit/s,50us;
-                      or FILE.json,FILE.json, the output of lockstep doctor --json on several hosts;
-                      or RUN, the folder of a run of this job on several such devices
-  --within NETWORK    the network between the GPUs of a node (default: PCIe4)
-  --per-node N        GPUs per node (default: as many as on this machine)
-  --price P           price per device and hour, for the cost of the run
-  --output FOLDER     default: runs/NAME-forecast; its measurements are reused
-
-Exit code: 0 done, 1 the job cannot be measured, 2 the request cannot be honoured.
-"""
 FLAGS: dict[str, type] = {
     **dict.fromkeys(("--devices", "--network", "--within", "--per-node"), str),
     "--price": float,

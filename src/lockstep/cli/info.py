@@ -15,13 +15,6 @@ from ..screen import Screen
 from ..versions import version_of
 from . import output
 
-USAGE = """\
-usage: lockstep info
-
-Prints package versions, this machine's hardware, and the available recipes, models, data sets, strategies and
-launchers.
-"""
-
 
 def main(words: list[str]) -> int:
     """Print the facts, and return the exit code."""

@@ -15,34 +15,14 @@ from ..monitor.output import survive
 from ..monitor.signals import OUTSIDE, heeded
 from ..printable import one_line, visible
 from ..screen import Screen
-from ..versions import version_of
-from . import output
+from . import output, usage
 
-VERBS = {
-    "train": "train a model: lockstep train RECIPE [flags]",
-    "run": "run your own script on every device: lockstep run [flags] SCRIPT [its flags]",
-    "eval": "evaluate a checkpoint: lockstep eval RUN [flags]",
-    "audit": "judge any training script: lockstep audit --devices 2 SCRIPT [its flags]",
-    "verify": "compare gradients and curves with one process: lockstep verify WHAT",
-    "compare": "compare methods on this machine: lockstep compare RECIPE [--vary OPTION=VALUES]",
-    "forecast": "predict more devices: lockstep forecast RECIPE --devices 1:64 --network 100GbE",
-    "runs": "list the runs of a folder: lockstep runs [FOLDER]",
-    "eject": "write plain PyTorch without lockstep: lockstep eject RECIPE|RUN|SCRIPT.py > train.py",
-    "diff": "compare two checkpoints: lockstep diff A B",
-    "submit": "submit a run to a cluster: lockstep submit slurm [its flags] RECIPE [flags]",
-    "doctor": "check whether a job can run here: lockstep doctor [flags]",
-    "info": "list versions, hardware, recipes, models, data sets, strategies, launchers",
-}
-
-_USAGE = """\
-lockstep {version}: one PyTorch model, on any number of devices, provably the same model.
-
-usage: lockstep VERB [flags]
-
-{verbs}
-
-lockstep VERB --help lists a verb's flags. To start: lockstep train digits --strategy ddp --devices 2
-"""
+VERBS = (
+    *("train", "run", "submit"),
+    *("audit", "verify", "diff", "doctor"),
+    *("compare", "forecast", "runs"),
+    *("eval", "eject", "info"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,17 +59,15 @@ def _lost_another(stop: BaseException) -> bool:
 
 def _dispatch(words: list[str]) -> int:
     verb, *arguments = words or ["--help"]
-    if verb in VERBS:
-        return output.call(import_module(f".{verb}", __package__), arguments)
-    version = version_of("lockstep-torch") or "(not installed)"
-    if verb in ("-V", "--version"):
-        text = f"lockstep {version}\n"
-    elif verb in ("-h", "--help", "help"):
-        verbs = "\n".join(f"  {name:<8} {phrase}" for name, phrase in VERBS.items())
-        text = _USAGE.format(version=version, verbs=verbs)
+    if name := usage.requested(verb, arguments):
+        output.show(usage.text(name))
+    elif verb in VERBS:
+        code: int = import_module(f".{verb}", __package__).main(arguments)
+        return code
+    elif verb in ("-V", "--version"):
+        output.show(f"lockstep {usage.version()}\n")
     else:
         raise unknown("verb", verb, VERBS)
-    output.show(text)
     return 0
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 from ..errors import RunError
 
@@ -33,15 +32,6 @@ def show(text: str) -> None:
     """Print a text without an additional newline."""
     with written():
         print(text, end="")
-
-
-def call(verb: ModuleType, words: list[str]) -> int:
-    """Run a verb's `main`, or print its `USAGE` (if any) for --help. Returns the exit code."""
-    if words[:1] in (["-h"], ["--help"]) and hasattr(verb, "USAGE"):
-        show(verb.USAGE)
-        return 0
-    code: int = verb.main(words)
-    return code
 
 
 def let_go() -> None:

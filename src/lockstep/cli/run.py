@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,31 +16,17 @@ from ..monitor.output import say
 from ..runs import folders
 from ..screen import Screen
 from ..sessions.script import Script
-from . import flags, output
+from . import flags, output, usage
 
 SWITCHES = ("--dry-run",)
 """Flags of this verb without a value."""
-_USAGE = """\
-usage: lockstep run [--dry-run] [flags] SCRIPT [its own flags]
-       lockstep run [--dry-run] [flags] -m MODULE [its own flags]
-
-Runs SCRIPT on every rank as `python SCRIPT` would; its call of lockstep.session() joins the ranks. Flags before SCRIPT
-are those flags of lockstep train that a script leaves to the command:
-
-{flags}
-
-lockstep train --help describes them. Without --output, the run's folder is runs/NAME, after the script's name.
---dry-run prints how the ranks would start, and starts nothing.
-"""
 
 
 def main(words: list[str]) -> int:
     """Run the script on every rank, and return the exit code."""
     flag_words, script_words = split(words, SWITCHES)
     if {"-h", "--help"} & {*flag_words}:
-        names = " ".join(f"--{name}" for name in sorted(left_to_command()))
-        listed = textwrap.fill(names, 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        output.show(_USAGE.format(flags=listed))
+        output.show(usage.text("run"))
         return 0
     is_dry = "--dry-run" in flag_words
     config, script = parse([*(word for word in flag_words if word != "--dry-run"), *script_words], prog="lockstep run")

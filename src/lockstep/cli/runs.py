@@ -10,12 +10,6 @@ from ..runs import folders
 from ..screen import Screen
 from . import flags, output
 
-USAGE = """\
-usage: lockstep runs [FOLDER …]
-
-Lists the runs in each FOLDER (default: runs) and its folders; FOLDER may be a run itself. Shows date, host, the options
-that differ between runs of one job, and results. lockstep compare --from RUN … makes a report on some of them.
-"""
 _HEADS = ("run", "when", "host", "what differs", "accuracy", "samples/s", "state")
 
 

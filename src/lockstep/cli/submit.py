@@ -15,23 +15,6 @@ from ..verify import commands
 from . import flags, output, run
 from .preflight import check_names
 
-USAGE = f"""\
-usage: lockstep submit slurm [its flags] RECIPE [flags of lockstep train]
-       lockstep submit slurm [its flags] [flags of lockstep run] SCRIPT.py [its own flags]
-
-Writes one sbatch script, {submit.NAME}, into the run's folder, and submits it. Shortly before its time limit and on
-pre-emption, the job saves, requeues itself, and continues from its last checkpoint.
-
-  --nodes N             nodes (default: 1)
-  --gpus-per-node G     GPUs per node, with one task each, or one task per node if the strategy drives all GPUs
-  --ntasks-per-node T   without GPUs: tasks per node (default: 1); also --tasks-per-node
-  --cpus-per-task C     processors per task
-  --mem M               memory per node, such as 32G
-  --time T              time limit, such as 20:00 for twenty minutes, or 1-12 for a day and a half
-  --partition P   --account A   --qos Q   --job-name NAME
-  --sbatch=OPTION       any other option of sbatch, such as --sbatch=--exclusive; repeatable
-  --dry-run             print the script without submitting it
-"""
 _TYPES: dict[str, type] = {
     **dict.fromkeys((*submit.OPTIONS, "--tasks-per-node"), str),
     "--sbatch": list,
@@ -47,9 +30,6 @@ def main(words: list[str]) -> int:
         raise RequestError("No scheduler given; example: lockstep submit slurm digits.")
     scheduler, *words = words
     choose("scheduler", scheduler, ["slurm"])
-    if words[:1] in (["-h"], ["--help"]):
-        output.show(USAGE)
-        return 0
     is_script = run.names_script(words, run.SWITCHES)
     flag_words, script = run.split(words, run.SWITCHES) if is_script else (words, [])
     options, run_words = flags.take(flag_words, _TYPES, prog="lockstep submit slurm")

@@ -24,12 +24,14 @@ from .registry import KINDS, LAUNCHERS
 from .validity import Bounds, OneOf, check
 
 _key = tyro.conf.arg
-_MaybeInt = Annotated[int | None, _key(metavar="INT")]
+_MaybeInt = Annotated[int | None, _key(metavar="N")]
+_Code = Annotated[str, _key(metavar="MODULE:NAME")]
+_Words = Annotated[tuple[str, ...], _key(metavar="PATTERN …")]
 _FromZero = Bounds(least=0, below=2**63)
 _Positive = Annotated[float, Bounds(above=0)]
 _NotNegative = Annotated[float, Bounds(least=0)]
 _Share = Annotated[float, Bounds(least=0, below=1)]
-_Seconds = Annotated[float, Bounds(above=0, below=366 * 24 * 3600)]
+_Seconds = Annotated[float, Bounds(above=0, below=366 * 24 * 3600), _key(metavar="SECONDS")]
 _Switch = Annotated[str, OneOf(("auto", "on", "off"))]
 SPANNING_SCHEDULES = ("cosine", "onecycle")
 """Schedules whose learning rates depend on the number of epochs."""
@@ -40,12 +42,12 @@ class ModelConfig:
     """The network."""
 
     name: Annotated[str, _key(name="model")] = "resnet18"
-    """A name from `lockstep info`, a torchvision classifier, or your own module:attribute."""
+    """Name in lockstep info, torchvision classifier, or your own MODULE:NAME."""
     classes: _MaybeInt = None  # Number of classes; default: the data set's.
-    init_from: str = ""
+    init_from: Annotated[str, _key(metavar="WEIGHTS")] = ""
     """Initial weights of a new run: a run, a checkpoint, a .safetensors or .pth file, or pretrained (torchvision's).
     Missing tensors, and those of another shape, keep their random initialisation."""
-    freeze: tuple[str, ...] = ()
+    freeze: _Words = ()
     """Patterns of parameter names to freeze, such as layer1.* conv1.*.
     A BatchNorm layer whose parameters are all frozen stays in evaluation mode and keeps its running statistics."""
 
@@ -55,19 +57,21 @@ class DataConfig:
     """The data set and its augmentation."""
 
     name: Annotated[str, _key(name="data")] = "digits"
-    """digits, cifar10, cifar100, imagefolder, fake, or your own module:attribute."""
-    dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # The data set's folder; downloads go there too.
-    download: bool = True  # Download a missing data set to --data-dir and verify its checksum.
+    """digits, cifar10, cifar100, imagefolder, fake, or your own MODULE:NAME."""
+    dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # Folder of the data set and of downloads.
+    download: bool = True  # Download a missing data set, and verify its checksum.
     workers: Annotated[_MaybeInt, _FromZero] = None
-    """Processes per rank that decode images (imagefolder and your own data sets); 0 decodes in the rank itself.
+    """Processes per rank that decode images of imagefolder and your own data sets; 0: the rank itself decodes.
     Default: the rank's processors, at most 4; with --step, none."""
-    augment: Annotated[tuple[str, ...], OneOf(("crop", "flip", "cutout"))] = ()  # Any of crop, flip, cutout.
-    image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Image side in pixels, for imagefolder and fake.
+    augment: Annotated[
+        tuple[str, ...], OneOf(("crop", "flip", "cutout")), _key(metavar="NAME …")
+    ] = ()  # Any of crop, flip, cutout.
+    image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels, for imagefolder and fake.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
-    holdout: _Share = 0.0  # Fraction of the training set (each class) for validation, chosen by --seed; 0: none.
-    skip_corrupt: bool = False  # Skip and count images that cannot be decoded, instead of stopping.
-    collate: str = ""  # With --step: your own module:attribute, which makes a batch from samples; default: torch's.
-    on_device: _Switch = "auto"  # Keep small data sets in the accelerator's memory: auto, on, off.
+    holdout: _Share = 0.0  # Fraction of each training class for validation, by --seed.
+    skip_corrupt: bool = False  # Skip and count images that cannot be decoded.
+    collate: _Code = ""  # With --step: makes a batch from samples; default: torch's.
+    on_device: _Switch = "auto"  # Keep small data sets in GPU memory: auto, on, off.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,32 +79,35 @@ class OptimConfig:
     """The optimizer, its learning rate, and the loss."""
 
     name: Annotated[str, OneOf(("sgd", "adamw", "muon")), _key(name="optimizer")] = "sgd"
-    """sgd, adamw, or muon (matrices by Muon, the rest by AdamW)."""
+    """sgd, adamw, or muon (AdamW for all but matrices)."""
     lr: _Positive = 0.1  # Peak learning rate.
-    lr_scale: tuple[str, ...] = ()
-    """Learning-rate factors as PATTERN=FACTOR, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
+    lr_scale: Annotated[tuple[str, ...], _key(metavar="PATTERN=X …")] = ()
+    """Learning-rate factors, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
     momentum: _Share = 0.9  # Momentum of sgd and muon.
     nesterov: bool = False  # Nesterov's momentum.
-    weight_decay: _NotNegative = 1e-4  # Weight decay (decoupled for adamw and muon).
+    weight_decay: _NotNegative = 1e-4  # Weight decay, decoupled for adamw and muon.
     schedule: Annotated[str, OneOf(("constant", "step", "multistep", "cosine", "onecycle"))] = "constant"
     """constant, step, multistep, cosine or onecycle."""
-    milestones: tuple[float, ...] = ()  # For multistep, the epochs at which gamma applies; for step, the interval.
+    milestones: Annotated[tuple[float, ...], _key(metavar="EPOCH …")] = ()
+    """Multistep: epochs at which gamma applies; step: the interval."""
     gamma: _Positive = 0.1  # Learning-rate factor of step and multistep.
-    warmup: _NotNegative = 0.0  # Epochs of linear warm-up before the schedule (onecycle: its rising part).
+    warmup: Annotated[_NotNegative, _key(metavar="EPOCHS")] = 0.0
+    """Linear warm-up before the schedule (onecycle: its rising part)."""
     lr_rule: Annotated[str, OneOf(("none", "linear", "sqrt"))] = "none"
-    """Scaling of the learning rate with batch ÷ base-batch: none, linear or sqrt."""
-    base_batch: _MaybeInt = None  # The batch that --lr was tuned for; required by --lr-rule.
-    clip: Annotated[float | None, Bounds(above=0), _key(metavar="FLOAT")] = None  # Maximum global gradient norm.
-    loss: str = "cross_entropy"  # Or your own module:attribute, called as loss(scores, labels, reduction="sum").
-    step: str = ""
-    """Your own module:attribute, for any task, called as step(model, batch).
+    """Scale the learning rate by batch ÷ base-batch: none, linear or sqrt."""
+    base_batch: _MaybeInt = None  # Batch that --lr was tuned for; needed by --lr-rule.
+    clip: Annotated[float | None, Bounds(above=0), _key(metavar="X")] = None  # Maximum global gradient norm.
+    loss: str = "cross_entropy"
+    """cross_entropy, or your own MODULE:NAME, called as loss(scores, labels, reduction="sum")."""
+    step: _Code = ""
+    """Your own step for any task, called as step(model, batch).
     It returns the sum of the loss over the batch, or (sum, count) for a mean over other units, such as tokens."""
-    metric: str = ""
-    """With --step: your own module:attribute, called as metric(model, batch); `best` follows it, higher is better.
+    metric: _Code = ""
+    """With --step: called as metric(model, batch) in evaluations; higher is better, and checkpoints/best follows it.
     It returns a sum over the batch, or (sum, count); an epoch with count 0 has no score."""
-    label_smoothing: _Share = 0.0  # Fraction of each label to spread over all classes.
-    ema: Annotated[float | None, Bounds(above=0, below=1), _key(metavar="FLOAT")] = None
-    """Decay of an exponential moving average of the weights; evaluation uses the average."""
+    label_smoothing: _Share = 0.0  # Fraction of a label spread over all classes.
+    ema: Annotated[float | None, Bounds(above=0, below=1), _key(metavar="X")] = None
+    """Decay of an exponential moving average of the weights, which evaluation uses."""
 
     @property
     def lr_scales(self) -> list[tuple[str, float]]:
@@ -113,12 +120,12 @@ class OptimConfig:
 class BatchConfig:
     """The batch of one optimizer step, over all ranks."""
 
-    size: Annotated[int, _key(name="batch")] = 256  # Global batch: samples in one optimizer step, over all ranks.
-    accumulate: _MaybeInt = None  # Global micro-batches per optimizer step.
-    micro_batch: _MaybeInt = None  # Instead of --accumulate: the maximum number of samples per rank at once.
-    eval_batch: _MaybeInt = None  # Samples that a rank evaluates at once; default: as many as in training.
+    size: Annotated[int, _key(name="batch")] = 256  # Samples in one optimizer step, over all ranks.
+    accumulate: _MaybeInt = None  # Micro-batches per optimizer step.
+    micro_batch: _MaybeInt = None  # Instead of --accumulate: at most N samples per rank.
+    eval_batch: _MaybeInt = None  # Samples that a rank evaluates at once; default: as in training.
     drop_last: bool = False  # Drop the last, smaller batch of an epoch.
-    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"  # Random numbers: rank, or global, as on one device.
+    draws: Annotated[str, OneOf(("rank", "global"))] = "rank"  # Random numbers: rank; global, as on one device.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,25 +133,27 @@ class ParallelConfig:
     """Devices, strategy, launcher and rendezvous."""
 
     strategy: Annotated[str, OneOf(KINDS, ("auto",))] = "auto"
-    """single, dp, ddp or hybrid; auto takes ddp with several devices."""
-    devices: _MaybeInt = None  # Devices on this node; default: all GPUs, or one CPU process.
-    gpus: str = ""  # GPU indices, such as 0,1, among the GPUs visible to this process.
+    """single, dp, ddp, hybrid; auto: ddp with several devices."""
+    devices: _MaybeInt = None  # Devices per node; default: all GPUs, or 1 CPU process.
+    gpus: Annotated[str, _key(metavar="I,J,…")] = ""  # Indices of visible GPUs, such as 0,1.
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"  # auto, cpu or cuda.
     launcher: Annotated[str, OneOf(LAUNCHERS, ("auto",))] = "auto"
     """How processes start: inline, spawn, elastic, environment, manual; auto detects it."""
     nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"
-    """Number of nodes; 1:4 takes all available nodes in that range, and continues on fewer."""
+    """Number of nodes. 1:4 takes 1 to 4 nodes, as many as are available, and continues on fewer."""
     max_restarts: Annotated[int, _FromZero] = 0  # Restarts from the last checkpoint after a lost rank.
-    init_method: str = ""  # Rendezvous of ranks: env://, tcp://HOST:PORT or file:///PATH.
+    init_method: Annotated[str, _key(metavar="URL")] = ""
+    """Rendezvous of ranks: env://, tcp://HOST:PORT or file:///PATH."""
     interface: str = ""  # Network interface between ranks, such as eth1; default: the one that reaches their hosts.
-    rank: Annotated[_MaybeInt, _FromZero] = None  # This process's rank, if you start the ranks by hand.
+    rank: Annotated[_MaybeInt, _FromZero] = None  # Rank of this process, if you start ranks by hand.
     world_size: _MaybeInt = None  # Number of ranks, if you start them by hand.
-    timeout: _Seconds = 60.0  # Seconds to wait for all ranks at the start.
-    stall_timeout: _Seconds = 600.0  # End the run after this many seconds without progress (a batch, a step, a save).
+    timeout: _Seconds = 60.0  # Time limit for all ranks to join.
+    stall_timeout: _Seconds = 600.0
+    """End the run after this time without progress (a batch, a step, a save)."""
     batchnorm: Annotated[str, OneOf(("auto", "sync", "local"))] = "auto"
-    """Batch statistics: sync (global micro-batch) or local (each replica); auto takes sync where possible."""
+    """Batch statistics: sync (global micro-batch) or local (each replica); auto: sync where possible."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
-    """How ranks exchange CPU tensors: gloo, or shared-memory (one host), which auto takes where possible."""
+    """Exchange of CPU tensors: gloo, or shared-memory on one host; auto: shared-memory where possible."""
 
     @property
     def nodes(self) -> int:
@@ -182,28 +191,30 @@ class PrecisionConfig:
     """Precision, memory format, compilation."""
 
     name: Annotated[str, OneOf(("auto", "fp32", "tf32", "bf16", "fp16", "fp64")), _key(name="precision")] = "fp32"
-    """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto takes bf16 if the hardware supports it, else fp32.
-    With auto, the model depends on the hardware."""
-    channels_last: _Switch = "auto"  # Channels-last memory format: auto (on, except in fp64), on, off.
-    compile: bool = False  # Use torch.compile, except for synchronised BatchNorm layers.
-    deterministic: bool = False  # Use deterministic GPU algorithms only, including dropout's.
+    """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto: bf16 if the hardware supports it, else fp32,
+    so that the model depends on the hardware."""
+    channels_last: _Switch = "auto"  # Memory format: on, off; auto: on, except in fp64.
+    compile: bool = False  # Use torch.compile, except for synchronised BatchNorm.
+    deterministic: bool = False  # Use deterministic GPU algorithms only, also in dropout.
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints and resuming."""
 
-    resume: str = ""  # auto (the last checkpoint in --output, if any), or the path of a checkpoint or a run.
-    checkpoint_every: _MaybeInt = None  # Optimizer steps between checkpoints; default: one epoch.
+    resume: Annotated[str, _key(metavar="PATH")] = ""
+    """Checkpoint or run to continue; auto: the last checkpoint in --output, if any."""
+    checkpoint_every: Annotated[_MaybeInt, _key(metavar="STEPS")] = None
+    """Steps between checkpoints; default: one epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
     """Records and output."""
 
-    output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # The run's folder; default: runs/NAME.
-    log_every: int = 50  # Optimizer steps between log lines (fewer if steps are slow).
-    quiet: bool = False  # Print only warnings, errors and one final line; records stay the same.
+    output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # Folder of the run; default: runs/NAME.
+    log_every: Annotated[int, _key(metavar="STEPS")] = 50  # Steps between log lines; fewer if steps are slow.
+    quiet: bool = False  # Print only warnings, errors and one final line.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +222,9 @@ class ProofConfig:
     """Checks during training."""
 
     verify_every: Annotated[int | None, _FromZero, _key(metavar="STEPS")] = None
-    """Optimizer steps between comparisons of all ranks' weights, bit for bit, plus one before each checkpoint.
-    0: none at all; default: as often as costs under 0.5 % of the time."""
-    ledger: bool = False  # Count samples in each epoch and evaluation; stop unless each came exactly once.
+    """Steps between comparisons of all ranks' weights, bit for bit; each checkpoint has one as well.
+    0: no comparison; default: as often as costs less than 0.5 % of the time."""
+    ledger: bool = False  # Stop unless each epoch has each sample exactly once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +244,9 @@ class RunConfig:
     record: RecordConfig = field(default_factory=RecordConfig)
     proof: ProofConfig = field(default_factory=ProofConfig)
     epochs: int = 10  # Passes over the training set.
-    max_steps: _MaybeInt = None  # Stop after this many optimizer steps; schedules still follow --epochs.
-    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations; the last one is evaluated.
-    patience: Annotated[int | None, _key(metavar="EVALUATIONS")] = None  # Stop after this many without improvement.
+    max_steps: _MaybeInt = None  # End after N steps; schedules still follow --epochs.
+    eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations; the last has one.
+    patience: Annotated[int | None, _key(metavar="N")] = None  # End after N evaluations without improvement.
     seed: Annotated[int, _FromZero] = 0  # Seed of weights, order and augmentation.
 
     def __post_init__(self) -> None:

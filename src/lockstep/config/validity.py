@@ -14,6 +14,7 @@ from ..errors import RequestError, choose
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path"}
 _LISTS = {str: "a list of words", float: "a list of numbers"}
+_METAVARS = {int: "N", float: "X", bool: "", str: "NAME", Path: "PATH"}
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -63,6 +64,8 @@ class Leaf:
     kind: Any  # the type of its values: int, float, bool, str, Path, or a tuple of str or float
     optional: bool  # it may be unset
     rule: Bounds | OneOf | None
+    metavar: str
+    """What stands for a value in the help."""
 
     @property
     def takes(self) -> str:
@@ -88,7 +91,10 @@ def leaves_of(owner: type, section: str | None = None) -> tuple[Leaf, ...]:
         rules = [mark for mark in marks if isinstance(mark, Bounds | OneOf)]
         usual = _USUAL.get(next(iter(get_args(kind)), kind))
         keys = [mark.name for mark in marks if getattr(mark, "name", None)]
-        leaves.append(Leaf([*keys, name.replace("_", "-")][0], section, name, kind, optional, [*rules, usual][0]))
+        key = [*keys, name.replace("_", "-")][0]
+        metavars = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+        metavar = [_METAVARS.get(kind, "VALUE …"), *metavars][-1]
+        leaves.append(Leaf(key, section, name, kind, optional, [*rules, usual][0], metavar))
     return tuple(leaves)
 
 

@@ -24,29 +24,6 @@ from ...verify.variants import Setup
 from .. import flags, output, run, variants
 from ..preflight import check
 
-USAGE = """\
-usage: lockstep verify curve [RECIPE] [--tolerance T] [flags of lockstep train]
-       lockstep verify curve [--tolerance T] [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
-
-Trains the same few steps on one device and in all other ways: with dp and ddp on --devices devices (default: all GPUs,
-or 2 CPU processes), on one more rank, with accumulation, with ranks started by torchrun and by hand, and stopped in the
-middle and resumed. Prints how far losses and weights differ, and from which step.
-
-A script (NAME.py: a loop over lockstep.session()) runs in the same ways, with one device per process; so does --step.
-In float64, the script must create its tensors in the model's type; --precision fp32 does not need that.
-
-Each run is a separate command; commands, logs and runs are in the output folder, with proof.md and summary.json.
-
-  --tolerance T    largest relative difference (default: 1e-9 in fp64, 1e-3 in other precisions)
-  --precision P    default: fp64
-  --max-steps N    default: 20; learning rates follow --epochs
-  --strategy S     compare only this strategy with one device
-  --output FOLDER  default: runs/DATA-MODEL-curve
-
-lockstep train --help and lockstep run --help list the other flags.
-
-Exit code: 0 all agree, 3 some differ, 2 the request cannot be honoured.
-"""
 _PROG = "lockstep verify curve"
 _STEPS = 20
 _OF_RANKS = ("resume", "rank", "world-size", "init-method", "launcher", "nodes")

@@ -34,32 +34,6 @@ if TYPE_CHECKING:
     from ...verify.gradients import Answer, Report
     from ...world.world import World
 
-USAGE = """\
-usage: lockstep verify gradients [RECIPE] [--tolerance T] [--step MODULE:ATTRIBUTE] [--all] [flags of lockstep train]
-       lockstep verify gradients [flags of lockstep run] SCRIPT [its own flags], or -m MODULE
-
-Computes the gradients of the same global batches (the first of an epoch, an uneven one, one in micro-batches) in one
-process and with --devices N under each strategy, or under --strategy alone, in float64. If they differ, disables every
-possible cause on both sides, enables them one by one, and measures each. (hybrid is measured only with --strategy
-hybrid, and its ranks are started by torchrun or by hand.)
-
-Audits a script (NAME.py: a loop over lockstep.session()) as lockstep audit does: runs its first steps on --devices N
-ranks, then in one process on the ranks' samples, draws and weights, and compares the gradients.
-
-Runs the first optimizer step of a --step called as step(model, batch), with data of any kind, in one process, on
---devices N ranks and in micro-batches, and compares its optimizer's state (momentum, moments; otherwise the weights)
-by parameter, without causes.
-
-  --tolerance T   largest relative difference (default: 1e-9 in float64, 1e-4 in other precisions)
-  --step M:A      your own training step: called as step(model, x, y), it runs forward and backward and leaves gradients
-                  in the model's parameters, as your loop does between zero_grad and step
-  --all           print all tensors beyond the tolerance, not the first 5 of a strategy
-  --output FOLDER writes the result to proof.md and summary.json of this folder, which may be a run's
-                  (default: runs/DATA-MODEL-gradients)
-
-lockstep train --help lists the other flags, of which --model, --data, --batch, --devices, --batchnorm and --precision
-matter most. Exit code: 0 the same gradients, 3 different gradients, 2 they cannot be measured.
-"""
 _PROG = "lockstep verify gradients"
 _SWITCHES = ("--all",)
 _FLAGS = {"--tolerance": float, "--step": str, "--all": bool}
