@@ -39,7 +39,8 @@ def gradient(shares: tuple[int, int], *, is_weighted: bool) -> list[float]:
     loss.backward()
     weight = model.module.weight.grad
     assert weight is not None
-    return weight.flatten().tolist()
+    values: list[float] = weight.flatten().tolist()
+    return values
 
 
 def gradients() -> dict[str, dict[str, list[float]]]:

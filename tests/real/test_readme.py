@@ -14,20 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import compare, flags, forecast
+from lockstep.cli import compare, eject, flags, forecast
 from lockstep.cli.main import main
 from lockstep.compare import grid, networks
 
 from ..command import CODE, COLD, ROOT, command, events, refusal
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCS = README + "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("session.md", "runs.md"))
+README, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+PAGES = ("session", "runs", "verify", "own-data", "launchers", "same-model")
+DOCS = README + "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
 """The README and the pages with its details."""
 
 
 def _shown(heading: str, pattern: str) -> str:
     """Return what a pattern finds first under a heading."""
-    found = re.search(pattern, README.partition(f"## {heading}")[2], re.DOTALL)
+    found = re.search(pattern, DOCS.partition(f"# {heading}")[2], re.DOTALL)
     assert found, heading
     return found[1]
 
@@ -102,8 +103,13 @@ def test_each_command_is_understood(
         measured = own["--network"].endswith(".json") or own["--network"].startswith("runs/")
         assert measured or networks.links("--network", own["--network"])
         assert flags.parse(known, prog="lockstep forecast")
+    elif verb == "eject" and rest:
+        assert rest[0].endswith(".py") or eject.text([word for word in rest if word not in (">", "train.py")])
+    elif verb in ("audit", "run") and rest:
+        assert [word for word in rest if word.endswith(".py")]
     elif verb == "submit":
-        assert main([verb, *rest, "--dry-run"]) == 0
+        (tmp_path / "train.py").touch()
+        assert main([verb, rest[0], "--dry-run", *rest[1:]]) == 0
     elif rest:  # of runs that are not there
         assert re.search(r"is not there|[Nn]o such file", refusal(capsys, verb, *rest))
     else:
@@ -112,13 +118,13 @@ def test_each_command_is_understood(
 
 def test_each_flag_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     named = {flag for code in _code() if "lockstep" in code or code.startswith(("…", "--")) for flag in _flags(code)}
-    verbs = "train, run, eval, submit slurm, verify gradients, verify curve, doctor, compare, forecast"
+    verbs = "train, run, eval, audit, eject, submit slurm, verify gradients, verify curve, doctor, compare, forecast"
     for words in verbs.split(", "):
         with contextlib.suppress(SystemExit):
             main([*words.split(), "--help"])
     known = _flags(capsys.readouterr().out)
     assert len(named) > 30
-    assert named - known - {"--nproc-per-node"} == set()  # torchrun's
+    assert named - known - {"--nproc-per-node", "--its", "--own", "--flags"} == set()  # of torchrun and of scripts
 
 
 def _flags(text: str) -> set[str]:
@@ -136,9 +142,29 @@ def test_the_demo_at_the_top_learns_the_digits(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["top1"] >= 0.98
 
 
-def test_each_file_and_heading_that_it_names_is_there() -> None:
-    for path, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", README):
+@pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
+def test_each_file_and_heading_that_it_names_is_there(text: str) -> None:
+    for path, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
         assert (ROOT / path).exists(), path
         if heading:
             titles = re.findall(r"^#+ (.*)$", (ROOT / (path or "README.md")).read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], heading
+
+
+def test_both_languages_say_the_same() -> None:
+    def parts(text: str) -> tuple[object, ...]:
+        links = [path.replace("docs/zh/", "docs/") for path in re.findall(r"\]\(([^)]*)\)", text)]
+        tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+        return (
+            re.findall(r"^(#+) ", text, re.MULTILINE),
+            re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL),
+            tables,
+            sorted(link for link in links if not link.startswith("README")),
+        )
+
+    assert parts(README) == parts(CHINESE)
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(README.splitlines()) <= 180
+    assert len(README.split()) <= 1500

@@ -193,7 +193,7 @@ def test_a_model_of_the_users_own_is_imported(capsys: pytest.CaptureFixture[str]
         (("digits", "--language", "fr"), "language"),
         (("digits", "--output", "."), "exists"),
         (("nowhere.py",), "cannot be read"),
-        ((), "what to eject"),
+        ((), "No recipe, run or script given"),
     ],
 )
 def test_what_has_no_plain_form_is_refused(

@@ -21,7 +21,7 @@ _PROG = "lockstep eject"
 def main(words: list[str]) -> int:
     """Write the file, and return the exit code."""
     if not words or words[0].startswith("-"):
-        raise RequestError(f"{_PROG} lacks what to eject, which comes first, as in {_PROG} digits --strategy ddp.")
+        raise RequestError(f"No recipe, run or script given; example: {_PROG} digits --strategy ddp.")
     options, _ = flags.take(words[1:], _OWN, prog=_PROG)
     path = Path(options["--output"]) if "--output" in options else None
     if path is not None and path.exists():

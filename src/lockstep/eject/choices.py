@@ -21,6 +21,8 @@ class Choices:
     hybrid: bool = False
     ranks: bool = False
     """Whether there are several processes."""
+    splits: bool = False
+    """Whether a process computes a batch in parts, or a part of it."""
     drives_all: bool = False
     """Whether a process uses several devices."""
     wraps: bool = False

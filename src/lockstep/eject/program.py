@@ -156,16 +156,23 @@ def batches(images: Any, labels: Any, epoch: int, rank: int, world: int) -> Iter
     if IS.drops_last:
         order = order[: len(order) // BATCH * BATCH]
     if IS.folder:
-        parts = [part_of(batch, rank, world) for batch in order.split(BATCH)]
+        if IS.splits:
+            parts = [part_of(batch, rank, world) for batch in order.split(BATCH)]
+        else:
+            parts = order.split(BATCH)
         items = [[(epoch, index) for index in (torch.cat(part) if IS.accumulates else part).tolist()] for part in parts]
         loader = DataLoader(images, batch_sampler=items, num_workers=IS.workers)
-        for (x, y), part, batch in zip(loader, parts, order.split(BATCH), strict=True):
-            x = augment(x, torch.cat(part) if IS.accumulates else part, epoch) if IS.varies else normalise(x)
-            if IS.accumulates:
-                sizes = [len(micro_batch) for micro_batch in part]
-                yield list(zip(x.split(sizes), y.split(sizes), strict=True)), len(batch)
-            else:
-                yield (x, y), len(batch)
+        if IS.varies or IS.accumulates:
+            for (x, y), part, batch in zip(loader, parts, order.split(BATCH), strict=True):
+                x = augment(x, torch.cat(part) if IS.accumulates else part, epoch) if IS.varies else normalise(x)
+                if IS.accumulates:
+                    sizes = [len(micro_batch) for micro_batch in part]
+                    yield list(zip(x.split(sizes), y.split(sizes), strict=True)), len(batch)
+                else:
+                    yield (x, y), len(batch)
+        else:
+            for (x, y), batch in zip(loader, order.split(BATCH), strict=True):
+                yield (normalise(x), y), len(batch)
     else:
         for batch in order.split(BATCH):
             if IS.accumulates:
@@ -174,21 +181,21 @@ def batches(images: Any, labels: Any, epoch: int, rank: int, world: int) -> Iter
                 x = augment(images[indices], indices, epoch) if IS.varies else normalise(images[indices])
                 yield list(zip(x.split(sizes), labels[indices].split(sizes), strict=True)), len(batch)
             else:
-                part = part_of(batch, rank, world) if IS.ranks else batch
+                part = part_of(batch, rank, world) if IS.splits else batch
                 x = augment(images[part], part, epoch) if IS.varies else normalise(images[part])
                 yield (x, labels[part]), len(batch)
 
 
 def part_of(batch: Tensor, rank: int, world: int) -> Any:
     """Return this process's part of a batch's samples (n,). The ranks' parts differ by one sample at most."""
-    if IS.accumulates:
+    if IS.accumulates and IS.ranks:
         micro_batches = batch.tensor_split(math.ceil(len(batch) * ACCUMULATE / BATCH))
     if IS.ranks and len(micro_batches[-1] if IS.accumulates else batch) < world:
         raise SystemExit(f"A batch of {len(batch)} samples is too small for {world} ranks.")
     if IS.accumulates and IS.ranks:
         return [micro_batch.tensor_split(world)[rank] for micro_batch in micro_batches]
     elif IS.accumulates:
-        return micro_batches
+        return batch.tensor_split(math.ceil(len(batch) * ACCUMULATE / BATCH))
     else:
         return batch.tensor_split(world)[rank]
 
@@ -361,18 +368,20 @@ def main(options: argparse.Namespace) -> None:
     step, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=device)
     for epoch in range(EPOCHS):
         for batch, total in batches(images, labels, epoch, rank, world):
-            if IS.accumulates:
+            if IS.accumulates and IS.ddp:
                 for number, (x, y) in enumerate(batch, start=1):
                     x, y = x.to(device), y.to(device)
-                    if IS.ddp:
-                        # Gradients are exchanged in the backward pass of the last micro-batch.
-                        with nullcontext() if number == len(batch) else net.no_sync():
-                            loss = loss_of(net, x, y) if IS.half else IS.loss
-                            mean = loss * world / total  # DDP divides by the number of ranks
-                            (scaler.scale(mean) if IS.scales else mean).backward()
-                    else:
-                        loss = loss_of(net if IS.wraps else model, x, y) if IS.half else IS.loss
-                        (scaler.scale(loss / total) if IS.scales else loss / total).backward()
+                    # Gradients are exchanged in the backward pass of the last micro-batch.
+                    with nullcontext() if number == len(batch) else net.no_sync():
+                        loss = loss_of(net, x, y) if IS.half else IS.loss
+                        mean = loss * world / total  # DDP divides by the number of ranks
+                        (scaler.scale(mean) if IS.scales else mean).backward()
+                    loss_sum += loss.detach() / total
+            elif IS.accumulates:
+                for x, y in batch:
+                    x, y = x.to(device), y.to(device)
+                    loss = loss_of(net if IS.wraps else model, x, y) if IS.half else IS.loss
+                    (scaler.scale(loss / total) if IS.scales else loss / total).backward()
                     loss_sum += loss.detach() / total
             else:
                 x, y = (part.to(device) for part in batch)

@@ -144,6 +144,7 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         ddp=strategy == "ddp",
         hybrid=strategy == "hybrid",
         ranks=has_ranks,
+        splits=has_ranks or accumulate > 1,
         drives_all=drives_all,
         wraps=strategy != "single",
         spawn=has_ranks and parallel.launcher == "spawn",

@@ -69,9 +69,7 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def source(
-    name: str, *, classes: int, shape: tuple[int, ...]
-) -> tuple[str, Path | None, str, dict[str, Any]]:
+def source(name: str, *, classes: int, shape: tuple[int, ...]) -> tuple[str, Path | None, str, dict[str, Any]]:
     """Return (callable, the file that defines it, the module that it is imported from, arguments) of a network.
 
     Either file or module is empty. The callable of torchvision's networks is `models.get_model`.
