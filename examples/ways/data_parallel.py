@@ -155,11 +155,11 @@ def augment(x: Tensor, indices: Tensor, epoch: int) -> Tensor:
     height, width = x.shape[2:]
     draws = [right(bits(key, indices), 32) for key in bits(key_of(SEED, epoch), torch.arange(5))]
     rows, columns = torch.arange(height).repeat(len(x), 1), torch.arange(width).repeat(len(x), 1)
-    up, left = height // 8, width // 8
+    border_y, border_x = height // 8, width // 8
     columns = torch.where((draws[2] * 2 >> 32 == 1)[:, None], width - 1 - columns, columns)
-    rows = rows + (draws[0] * (2 * up + 1) >> 32)[:, None]
-    columns = columns + (draws[1] * (2 * left + 1) >> 32)[:, None]
-    x = F.pad(x, (left, left, up, up))
+    rows = rows + (draws[0] * (2 * border_y + 1) >> 32)[:, None]
+    columns = columns + (draws[1] * (2 * border_x + 1) >> 32)[:, None]
+    x = F.pad(x, (border_x, border_x, border_y, border_y))
     x = x[torch.arange(len(x))[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
     return normalise(x)
 
