@@ -31,8 +31,8 @@ WAYS: dict[str, tuple[object, ...]] = {
     "file": ("--strategy", "ddp", *BY_HAND, "file://FOLDER/rendezvous"),
     "hybrid": ("--strategy", "hybrid", "--devices", 2, *BY_HAND, "tcp://127.0.0.1:PORT"),
 }
-LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 3e-2}
-"""Largest relative difference of a loss over the steps: beyond float64, trajectories part by rounding."""
+LIMITS = {"fp64": (STEPS, 1e-9), "fp32": (5, 1e-4), "bf16": (5, 1e-2)}
+"""The first steps that are compared, and the largest relative difference of a loss: then rounding has grown."""
 _ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -76,8 +76,9 @@ def _check(way: str, folder: Path, *words: object, precision: str = "fp64") -> N
     shutil.copy(Path(digits.__file__).with_name("digits.npz"), folder)
     found, expected = _run(folder / "train.py", way), _reference(*options)
     assert len(found) == len(expected) == STEPS
-    gaps = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
-    assert max(gaps) <= LIMITS[precision]
+    steps, limit = LIMITS[precision]
+    gaps = [abs(a - b) / abs(b) for a, b in zip(found[:steps], expected, strict=False)]
+    assert max(gaps) <= limit
 
 
 def test_ranks_of_an_ejected_file_have_the_losses_of_the_run(tmp_path: Path) -> None:

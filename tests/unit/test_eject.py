@@ -176,9 +176,22 @@ def test_a_run_is_ejected_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert "names code" in refusal(capsys, "eject", tmp_path / "run")
 
 
+def test_paths_of_a_foreign_run_stay_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = 'x", train=exit()) #\\'
+    text = ejected(capsys, "cifar10-small", "--data-dir", tmp_path / hostile)
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "datasets.CIFAR10"
+    )
+    assert ast.literal_eval(call.args[0]) == str(tmp_path / hostile)
+
+
 def test_a_model_of_the_users_own_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
     text = ejected(capsys, "digits", "--model", "tests.models:Wide")
     assert "from tests.models import Wide" in text
+    text = ejected(capsys, "digits", "--label-smoothing", 0, "--loss", "torch.nn.functional:cross_entropy")
+    assert "from torch.nn.functional import cross_entropy" in text
 
 
 @pytest.mark.parametrize(

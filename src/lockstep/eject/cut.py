@@ -10,6 +10,7 @@ Comments and the layout of lines stay. `link.py` then removes what is no longer 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import textwrap
 from typing import NamedTuple
@@ -110,7 +111,7 @@ def _next_edit(text: Text, choices: Choices) -> Edit | None:
 
 
 def _literal(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _resolved_if(text: Text, node: ast.If, value: bool) -> Edit:

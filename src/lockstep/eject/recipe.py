@@ -70,11 +70,14 @@ def eject(config: RunConfig, command: str, *, slurm: bool = False, language: str
         raise RequestError(f"--slurm starts several ranks, and --strategy is {strategy}; use ddp or hybrid.")
     data = _describe_data(config)
     arguments, entries, imports = _model(config, data)
+    if ":" in config.optim.loss:
+        module, _, name = config.optim.loss.partition(":")
+        imports[name] = (module, name)
     choices = _choices(config, strategy, data, arguments, slurm=slurm)
     program = cut(_PROGRAM.read_text(encoding="utf-8"), choices)
     body = clean(Linked(program, ["__main__"], entries, imports).text())
     header = _header(config, choices, command, data)
-    text = f'"""{header}"""\n\n{body}'
+    text = f'"""{header.replace(chr(92), "/").replace(chr(34) * 3, "")}"""\n\n{body}'
     return translated(text) if language == "zh" else text
 
 
