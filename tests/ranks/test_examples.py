@@ -36,7 +36,7 @@ WITHOUT_DRAWS = ("contrastive", "convnet", "detection", "finetune", "gpt", "roll
 WITH_DRAWS = ("bert", "diffusion", "mixup")
 """Those whose loop or model draws as on one device."""
 NAMES = (*WITHOUT_DRAWS, *WITH_DRAWS, "gan", "stream")  # the last two draw in their data sets
-BRIEFEST = ("diffusion", "schedule")
+BRIEFEST = ("schedule", "diffusion")
 WORLDS = (1, 2, 3)
 CASES = [case for case in product(NAMES, (1, 3)) if case != ("gan", 3)]
 BRIEF = {
