@@ -112,7 +112,7 @@ class Stepper:
         if weight is not None and reduction == "mean":
             factor = weight
         elif weight is not None:
-            factor = float(isinstance(weight, Tensor) or weight != 0)
+            factor = float(handed is None or handed.share.size > 0)
         if handed is None:
             header = Header(base.BACKWARD, self.outside)
             self.outside += 1
