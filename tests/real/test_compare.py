@@ -58,7 +58,7 @@ def test_a_script_is_compared_and_a_variant_that_fails_is_a_row(
     assert two["loss_gap"] < 1e-9, "the same model"
     assert two["bytes_a_step"] > 0
     assert one["bytes_a_step"] is None
-    take = report["answer"][0]
+    take = report["answer"][1]
     assert take.startswith("Take: lockstep run --accelerator cpu --devices ")
     assert take.endswith(" train.py found/ignored")
     assert two["proved"] == "replicas"
@@ -159,9 +159,9 @@ def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monk
     assert 0.2 <= fast["accuracy"]["mean"] <= 1
     assert never["accuracy"]["mean"] < 0.2
     assert 0 < fast["to_accuracy_s"]["mean"] == pytest.approx(fast["trained_s"]["mean"])
-    assert report["answer"][0] == "Take: lockstep train digits --accelerator cpu --epochs 2 --lr 0.1"
-    assert "lr-0.1 reaches 20% first" in report["answer"][1]
-    assert "lr-1e-9: 0 of 2 seeds reached 20%" in report["answer"][2]
+    assert "lr-0.1 reaches 20% first" in report["answer"][0]
+    assert report["answer"][1] == "Take: lockstep train digits --accelerator cpu --epochs 2 --lr 0.1"
+    assert any("lr-1e-9: 0 of 2 seeds reached 20%" in sentence for sentence in report["answer"])
     for seed, folder in enumerate(sorted((tmp_path / "found" / "lr-0.1").glob("seed-*"))):
         assert json.loads((folder / "run" / "summary.json").read_text())["exit"] == 75, "ended as soon as that"
         assert f"seed = {seed}" in (folder / "run" / "config.toml").read_text().splitlines()

@@ -77,7 +77,7 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --budget soon", "give a time, such as 90s, 5m or 1h"),
         (
             "digits --budget 5s --vary lr=1,2,3",
-            "too small for 3 variants: trying them takes 8 s, and a race 5 s at least; give 60s, or",
+            "too small for 3 variants: trying them takes 8 s, and a race at least 5 s; give 60s, or",
         ),
         ("digits --scaling other", "strong (one global batch) or weak"),
         ("digits --steps 0", "give a whole number of 1 or more"),
@@ -95,10 +95,10 @@ def test_without_vary_the_ways_of_this_machine_are_compared_with_one_device() ->
         ("digits --vary devices=1,1", "give two different values at least"),
         ("train.py --vary devices=1,2", "--vary comes after the script"),
         (f"digits --vary seed={','.join(map(str, range(65)))}", "--budget 120s is too small for 65 variants"),
-        ("digits --accelerator cpu --vary strategy=single,ddp", "ddp on one device is what single is"),
+        ("digits --accelerator cpu --vary strategy=single,ddp", "ddp on one device is the same as single"),
         ("digits --vary strategy=single --vary devices=2", "None of 1 variant can be run; single-2: "),
         ("digits --vary strategy=ddp,dp --scaling weak", "give --devices"),
-        ("--vary devices=1,2", "lacks a job: give a recipe"),
+        ("--vary devices=1,2", "No job given: give a recipe"),
         ("--output=compared --from", "no run to report on"),
         (f"--vary devices=1,2 --to-accuracy 0.9 {__file__}", "which a script has not; use --seeds"),
     ],
@@ -178,19 +178,20 @@ def row(name: str, rate: float, devices: int = 1, **values: Any) -> rows.Row:
 
 def test_the_answer_names_the_fastest_same_model_or_the_plainest_of_equals() -> None:
     table = [row("one", 10.0), row("two", 15.0, 2, same_model=True)]
-    take, why, limit = answer.sentences(table, lambda flags: ["lockstep", "train", "digits", *flags])
+    why, take, limit = answer.sentences(table, lambda flags: ["lockstep", "train", "digits", *flags])
     assert take == "Take: lockstep train digits --devices 2"
-    assert why == "two is 1.50× (1.50–1.50) as fast as one, the next."
+    assert why == "two is 1.50 × as fast as one, the next (1.50–1.50 with 98% confidence)."
     assert limit.startswith("60% of two's step is exchanging gradients")
     other = [table[0], row("two", 15.0, 2, same_model=False, another="its losses differ by 0.1")]
-    take, why, but, _ = answer.sentences(other, lambda flags: ["lockstep", *flags])
+    why, take, but, _ = answer.sentences(other, lambda flags: ["lockstep", *flags])
     assert take == "Take: lockstep --devices 1"
     assert why.startswith("one is the only variant"), "another model is no rival"
     assert but == "Not the same model: two (its losses differ by 0.1)."
     noise = row("two", 10.2, 2, series=series("two", [15.0, 8.0, 9.0]))
-    take, why, _ = answer.sentences([table[0], noise], lambda flags: ["x", *flags])
+    why, take, _, unknown = answer.sentences([table[0], noise], lambda flags: ["x", *flags])
     assert take == "Take: x --devices 1"
-    assert why.endswith("one cannot be distinguished from it at 98%, and one needs the fewest devices.")
+    assert "as fast as one" in why
+    assert unknown == ("Not known with 98% confidence: whether two is faster than one; one needs the fewest devices.")
 
 
 def training(*evals: tuple[int, float, float], reached: bool = False, failed: str = "") -> Trial:
@@ -333,24 +334,24 @@ def test_the_answer_names_who_is_accurate_first_and_what_is_within_the_spread() 
         found = [series(name, [10.0, 10.1], trainings=trained(each)) for name, each in mine.items()]
         return answer.sentences(table_of(found, target), lambda flags: ["x", *flags], target)
 
-    take, why, never, accuracies, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
+    why, take, accuracies, never, _ = answered({"a": [20.0, 21.0, 19.0], "b": [10.0, 11.1, 9.0], "c": [None] * 3})
     assert take == "Take: x --devices 2"
     assert why == "b reaches 94% first, after 10.03 ± 1.1 s of training, with 3 of 3 seeds."
     assert never == "c: 0 of 3 seeds reached 94%."
     assert accuracies == "Accuracies: a 95 ± 0 % (a tie), b 95 ± 0 %, c 50 ± 0 % (lower)."
-    take, why, *_ = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
+    _, take, *_, unknown = answered({"a": [20.0, 11.0, 19.0], "b": [10.0, 11.1, 9.0]})
     assert take == "Take: x --devices 1", "as soon, and on fewer devices"
-    assert "; a cannot be distinguished from it at 98%, and a needs the fewest devices" in why
-    take, why, some, *_ = answered({"a": [20.0, 21.0], "b": [1.0, None]})
+    assert "whether b is faster than a; a needs the fewest devices" in unknown
+    _, take, _, some, *_ = answered({"a": [20.0, 21.0], "b": [1.0, None]})
     assert take == "Take: x --devices 1", "with more seeds"
     assert some == "b: 1 of 2 seeds reached 94%."
-    take, why, one, other, *_ = answered({"a": [None], "b": [None]})
+    why, _, _, one, other, *_ = answered({"a": [None], "b": [None]})
     assert "as fast as" in why
     assert (one, other) == ("a: 0 of 1 seeds reached 94%.", "b: 0 of 1 seeds reached 94%.")
-    take, _, accuracies, _ = answered({"c": [None, None], "a": [1.0, 1.0], "b": [1.0, None]}, None)
+    _, take, accuracies, *_ = answered({"c": [None, None], "a": [1.0, 1.0], "b": [1.0, None]}, None)
     assert take == "Take: x --devices 2", "c needs fewer devices, and is less accurate"
     assert accuracies == "Accuracies: c 50 ± 0 % (lower), a 95 ± 0 %, b 72.5 ± 32 % (a tie)."
-    *_, accuracies, _ = answered({"a": [1.0], "b": [None]}, None)
+    _, _, accuracies, *_ = answered({"a": [1.0], "b": [None]}, None)
     assert accuracies == "Accuracies of one seed, without a spread to judge them by: a 95 %, b 50 %."
 
 
@@ -577,9 +578,9 @@ def test_a_budget_that_holds_no_race_is_refused_as_soon_as_that_is_known(tmp_pat
         return str(found.value)
 
     sentence = refused(cells[:2], 41)
-    assert "--budget 41s is too small for 2 variants: trying them takes 40 s, and a race 11 s at least" in sentence
-    assert f"--output {tmp_path}, which keeps what was tried" in sentence
-    assert "too small for 3 variants: trying them takes 60 s, and a race 16 s at least; give 1" in refused(cells, 72)
+    assert "--budget 41s is too small for 2 variants: trying them takes 40 s, and a race at least 11 s" in sentence
+    assert f"--output {tmp_path}, which keeps the trials" in sentence
+    assert "too small for 3 variants: trying them takes 60 s, and a race at least 16 s; give 1" in refused(cells, 72)
 
 
 def test_times_below_a_nanosecond_are_rounding() -> None:

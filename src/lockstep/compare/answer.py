@@ -16,13 +16,15 @@ _PARTS = {
     "optimizer": "the optimizer's step: a larger --batch reduces it per sample",
     "rest": "work outside the model: a larger --batch reduces it per sample",
 }
+TAKE = "Take: "
+"""The beginning of the sentence with the recommended command line."""
 _WIDE = 0.15  # half of a ratio's interval, relative to the ratio, above which a larger budget is advised
 
 
 def sentences(
     rows: Sequence[Row], command: Callable[[Sequence[str]], Sequence[str]], target: float | None = None
 ) -> list[str]:
-    """Return the recommended command line, then the reasons.
+    """Return what is known of the best variant, its command line, and the reasons; then what is not known.
 
     `command` returns the job's command with more flags. With a `target` accuracy, the recommended variant is the one
     that reaches it first; otherwise the fastest variant of the same model among the most accurate.
@@ -32,27 +34,9 @@ def sentences(
     if not working:
         return ["No variant could be measured and trained to its end; the table says why."]
     reaching = [row for row in working if row.reached]
-    best, ties, reason = _soonest(reaching, target) if target is not None and reaching else _fastest(working)
+    best, ties, fact = _soonest(reaching, target) if target is not None and reaching else _fastest(working)
     chosen = min([best, *ties], key=lambda row: (row.devices, rows.index(row)))
-    if ties:
-        advantage = (
-            "needs the fewest devices" if chosen.devices < max(row.devices for row in [best, *ties]) else "comes first"
-        )
-        reason += f"; {_names(ties)} cannot be distinguished from it at {CONFIDENCE:.0%}, and {chosen.name} {advantage}"
-    lines = [f"Take: {shlex.join(command(chosen.flags))}", f"{reason}."]
-    if target is not None:
-        lines += [
-            f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%."
-            for row in rows
-            if (row.reached or 0) < (row.seeds or 0)
-        ]
-    width = max((row.ratio.half_width for row in rows if row.ratio is not None), default=0.0)
-    if width > _WIDE:
-        precision = f"known to ±{width:.0%} only" if width < 1 else "not known: there was no time for enough races"
-        lines.append(f"Ratios are {precision}; a larger --budget narrows them.")
-    if chosen.accuracy is not None:
-        title = "Accuracies" if (chosen.seeds or 0) > 1 else "Accuracies of one seed, without a spread to judge them by"
-        lines.append(f"{title}: {', '.join(_accuracy(row, chosen) for row in rows if row.accuracy)}.")
+    lines = [f"{fact}.", f"{TAKE}{shlex.join(command(chosen.flags))}"]
     if len(same := [row for row in rows if row.same_model]) > 1:
         gap = max(row.loss_gap or 0.0 for row in same)
         losses = f"differ by {gap:.1e} at most" if gap else "are equal"
@@ -60,7 +44,34 @@ def sentences(
         lines.append(f"The same model: {_names(same)}; their losses {losses} in the first steps{ranks}.")
     if different := [row for row in rows if row.same_model is False]:
         lines.append(f"Not the same model: {', '.join(f'{row.name} ({row.another})' for row in different)}.")
-    return [*lines, _limit(chosen)]
+    if chosen.accuracy is not None:
+        title = "Accuracies" if (chosen.seeds or 0) > 1 else "Accuracies of one seed, without a spread to judge them by"
+        lines.append(f"{title}: {', '.join(_accuracy(row, chosen) for row in rows if row.accuracy)}.")
+    if target is not None:
+        lines += [
+            f"{row.name}: {row.reached} of {row.seeds} seeds reached {100 * target:g}%."
+            for row in rows
+            if (row.reached or 0) < (row.seeds or 0)
+        ]
+    return [*lines, _limit(chosen), *_unknowns(rows, best, ties, chosen)]
+
+
+def _unknowns(rows: Sequence[Row], best: Row, ties: Sequence[Row], chosen: Row) -> list[str]:
+    """Return sentences on what the measurements do not decide."""
+    lines = []
+    if ties:
+        has_fewest = chosen.devices < max(row.devices for row in [best, *ties])
+        lines.append(
+            f"Not known with {CONFIDENCE:.0%} confidence: whether {best.name} is faster than {_names(ties)}; "
+            f"{chosen.name} {'needs the fewest devices' if has_fewest else 'comes first'}."
+        )
+    width = max((row.ratio.half_width for row in rows if row.ratio is not None), default=0.0)
+    if width > _WIDE:
+        precision = (
+            f"known to ±{width:.0%} only" if width < 1 else "hardly known: the budget had no time for more races"
+        )
+        lines.append(f"Ratios are {precision}; a larger --budget narrows them.")
+    return lines
 
 
 def _soonest(reaching: Sequence[Row], target: float) -> tuple[Row, list[Row], str]:
@@ -82,8 +93,8 @@ def _fastest(working: Sequence[Row]) -> tuple[Row, list[Row], str]:
     if not slower:
         return best, ties, f"{best.name} is the only variant that is the same model and as accurate"
     ratio = best.series.ratio(slower[0].series)
-    times = f"{ratio.middle:.2f}× ({ratio.low:.2f}–{ratio.high:.2f}) as fast as {slower[0].name}, the next"
-    return best, ties, f"{best.name} is {times}"
+    interval = f" ({ratio.low:.2f}–{ratio.high:.2f} with {CONFIDENCE:.0%} confidence)" if ratio.low > 0 else ""
+    return best, ties, f"{best.name} is {ratio.middle:.2f} × as fast as {slower[0].name}, the next{interval}"
 
 
 def _accuracy(row: Row, chosen: Row) -> str:

@@ -244,8 +244,8 @@ def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees
     if middle_s <= alone_s:
         raise RequestError(
             f"A step of that run took {1000 * middle_s:.3g} ms, and its computation alone takes "
-            f"{1000 * alone_s:.3g} ms here: it ran on faster devices, and tells nothing of their links; measure those "
-            "with lockstep doctor."
+            f"{1000 * alone_s:.3g} ms here: it ran on faster devices, and says nothing about their links; measure "
+            "those with lockstep doctor."
         )
     base = cluster.network(1, has_trees=has_trees)
 

@@ -116,9 +116,9 @@ def _check_devices(config: RunConfig) -> None:
         devices = plan(config).least_ranks if kind.process_per_device else 2 if kind.drives_all else 1
     is_several = kind.has_ranks or kind.drives_all
     if devices == 1 and is_several:
-        raise RequestError(f"{strategy} on one device is what single is; give --devices.")
+        raise RequestError(f"{strategy} on one device is the same as single; give --devices.")
     if devices > 1 and not is_several:
-        raise RequestError(f"{strategy} is one device, and {devices} were asked for.")
+        raise RequestError(f"{strategy} uses one device, and {devices} were requested.")
 
 
 def defaults(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, job: Mapping[str, str]) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..files import write_json, write_whole
 from . import charts, tables
+from .answer import TAKE
 from .charts import Bar
 from .numbers import CONFIDENCE
 from .rows import PARTS, Row
@@ -71,19 +72,6 @@ _TABLES = {
         Column("first step, s", "to_first_step_s", "{:.1f}"),
         Column("turns", lambda row: row.turns or None),
     ),
-    "A mean step": (
-        *(Column(f"{part}, ms", _part_ms(part), "{:.3g}") for part in PARTS),
-        Column("TFLOP/s", "teraflops", "{:.3g}"),
-        Column("of matrix rate", "matrix_share", "{:.1%}"),
-        Column("bytes a step", "bytes_a_step", "{:,.0f}"),
-    ),
-    "Resources": (
-        Column("host memory", "host_memory_bytes", tables.gib),
-        Column("device memory", "device_memory_bytes", tables.gib),
-        Column("processors busy", "busy_processors", "{:.2f}"),
-        Column("GPUs busy", "busy_gpus", "{:.2f}"),
-        Column("J a step", "joules_a_step", "{:.3g}"),
-    ),
     "The model": (
         Column("losses", "loss_gap", lambda gap: f"{gap:.1e}" if gap else "the same"),
         Column("proved", "proved"),
@@ -96,6 +84,19 @@ _TABLES = {
         Column("its epoch, s", "trained_epoch_s", "{:.3g}"),
         Column("steps to accuracy", "to_accuracy_steps", "{:.4g}"),
         Column("s to accuracy", "to_accuracy_s", "{:.3g}"),
+    ),
+    "A mean step": (
+        *(Column(f"{part}, ms", _part_ms(part), "{:.3g}") for part in PARTS),
+        Column("TFLOP/s", "teraflops", "{:.3g}"),
+        Column("of matrix rate", "matrix_share", "{:.1%}"),
+        Column("bytes a step", "bytes_a_step", "{:,.0f}"),
+    ),
+    "Resources": (
+        Column("host memory", "host_memory_bytes", tables.gib),
+        Column("device memory", "device_memory_bytes", tables.gib),
+        Column("processors busy", "busy_processors", "{:.2f}"),
+        Column("GPUs busy", "busy_gpus", "{:.2f}"),
+        Column("J a step", "joules_a_step", "{:.3g}"),
     ),
 }
 _COLUMNS = [_VARIANT, *(column for columns in _TABLES.values() for column in columns)]
@@ -132,7 +133,8 @@ def _html(report: Report, drawings: dict[str, str]) -> str:
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string((files(__package__) / "report.html.jinja").read_text("utf-8"))
-    return template.render(report=report, tables=tables_of(report), charts=drawings, confidence=CONFIDENCE)
+    values = {"tables": tables_of(report), "charts": drawings, "confidence": CONFIDENCE, "take": TAKE}
+    return template.render(report=report, **values)
 
 
 def _markdown(report: Report) -> str:
@@ -140,7 +142,8 @@ def _markdown(report: Report) -> str:
     table = tables.markdown(columns, report.measured) if columns else []
     failed = [f"- {row.name}: {row.failed}" for row in report.rows if row.failed]
     head, foot = [[f"# {report.title}"], [report.about]], [[f"{report.covers}."], [report.provenance]]
-    parts = [*head, report.answer, table, failed, *foot]
+    answer = [[f"{TAKE}`{line.removeprefix(TAKE)}`" if line.startswith(TAKE) else line] for line in report.answer]
+    parts = [*head, *answer, table, failed, *foot]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 

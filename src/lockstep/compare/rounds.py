@@ -146,7 +146,7 @@ def run(cells: Sequence[Cell], command: Commands, folder: Path, plan: Plan, noti
     working = _try(series, command, plan, folder, notify)
     together = _fit(working)
     if not together:
-        notify("memory does not hold all variants at once: they race one after the other, which widens the intervals")
+        notify("memory cannot hold all variants at once: they run one after the other, which widens the intervals")
     spent_s = sum(variant.trial.seconds for variant in working)
     start_s, turn_s = _start_s(working, together=together), sum(variant.turn_s for variant in working)
     check_budget(plan, len(working), spent_s, start_s + _TURNS[0] * turn_s, folder)
@@ -177,10 +177,10 @@ def check_budget(
     race_s = max(race_s, _LEAST_S[0] + _TURNS[0] * _TURN_S * count)
     if trials_s + race_s > plan.budget_s:
         enough_s = max(count * _USUAL_S, trials_s + _FEWEST * race_s)
-        keeping = f" and --output {shown(folder)}, which keeps what was tried" if folder else ""
+        keeping = f" and --output {shown(folder)}, which keeps the trials" if folder else ""
         raise RequestError(
             f"--budget {plan.budget_s:.0f}s is too small for {counted(count, 'variant')}: trying them takes "
-            f"{trials_s:.0f} s, and a race {race_s:.0f} s at least; give {math.ceil(enough_s)}s{keeping}, or vary less."
+            f"{trials_s:.0f} s, and a race at least {race_s:.0f} s; give {math.ceil(enough_s)}s{keeping}, or vary less."
         )
 
 
