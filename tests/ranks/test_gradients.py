@@ -152,7 +152,7 @@ def test_a_gap_is_measured_against_the_tensor_and_never_lost() -> None:
 def test_digits_on_two_devices_has_one_gradient_and_says_so(tmp_path: Path) -> None:
     done = command(tmp_path, "verify", "gradients", "digits", "--devices", 2, *CPU)
     assert (done.code, done.err) == (0, ""), done
-    assert "The same gradient within 1e-09: ddp. Another one by design, as said above: dp." in done.out
+    assert "The same gradient within 1e-09: ddp. Different by design, as explained above: dp." in done.out
     folder = tmp_path / "runs" / "digits-resnet8-gradients"
     check = json.loads((folder / "summary.json").read_text())["proof"]["gradients"]
     assert (check["outcome"], check["times"], check["tolerance"]) == ("holds", 8, "1e-09 relative")

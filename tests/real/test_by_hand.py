@@ -56,7 +56,7 @@ def test_traffic_takes_the_interface_that_it_is_told(tmp_path: Path) -> None:
     """Rank 1 alone is told; rank 0 follows it. Both meet over the first network, and train over the second."""
     with hosts(2, networks=2) as (a, b):
         (told,) = sentences([start(b, tmp_path, tcp(a), 1, "--interface", "eth7")])
-        assert "--interface eth7: this host, b, has no such one with an address, but eth0 (10.77.0.2), eth1 (" in told
+        assert "this host, b, has no interface of this name with an address; it has eth0 (10.77.0.2), eth1 (" in told
         before = [host.sent_bytes(network) for host in (a, b) for network in (0, 1)]
         ranks = [start(a, tmp_path, tcp(a), 0), start(b, tmp_path, tcp(a), 1, "--interface", "eth1")]
         all_end(ranks)

@@ -87,7 +87,7 @@ def test_all_variants_of_the_recipe_are_one_model(tmp_path: Path) -> None:
 def test_dropout_parts_ranks_from_one_device_and_not_the_launchers(tmp_path: Path) -> None:
     ended = _ended(tmp_path, "--model", "tests.models:Dropped", "--strategy", "ddp", "--batch", 2, "--max-steps", 1)
     told = sentence(ended, code=3)
-    assert "ddp-2 parts from single at step 1" in told
+    assert "ddp-2 differs from single at step 1" in told
     assert "body." in told
     summary = _read(tmp_path, "summary.json")
     rows = {row["name"]: row for row in summary["variants"]}

@@ -48,7 +48,7 @@ JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
     (lambda: _torches("2.12.0", "2.12.0"), GREEN, "torch 2.12.0"),
     (lambda: _torches("2.12.0", "2.11.0"), RED, "torch & 2.12.0 on rank 0 & 2.11.0 & rank 1"),
     (lambda: alone.usable_gpus(0, chosen_cpu=False), UNCHECKED, "none"),
-    (lambda: alone.usable_gpus(2, chosen_cpu=True), UNCHECKED, "2 here, left alone"),
+    (lambda: alone.usable_gpus(2, chosen_cpu=True), UNCHECKED, "2 here, not used"),
     (lambda: _reached(""), GREEN, ""),
     (
         lambda: _reached("no answer within 3 s"),
@@ -84,7 +84,7 @@ def test_each_fault_is_told_with_its_fix(
 @pytest.mark.parametrize(
     ("facts", "name", "state", "told"),
     [
-        ({}, "processors", GREEN, "8 to use"),
+        ({}, "processors", GREEN, "8 available"),
         ({"usable": 2, "ranks": 4}, "processors", YELLOW, "4 ranks share 2 & at most 2 ranks"),
         ({}, "shared memory", GREEN, ""),
         ({"shm": 64 * MIB, "ranks": 5}, "shared memory", YELLOW, "--shm-size=2g"),

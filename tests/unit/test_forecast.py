@@ -239,7 +239,7 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("digits", "lacks --network"),
+        ("digits", "needs --network"),
         ("digits --network 100GbF", "did you mean 100GbE"),
         ("digits --network 10Gbit/s", "Or give a rate and a latency, such as 10Gbit/s,50us"),
         ("digits --network runs/absent", "or the folder of a run"),

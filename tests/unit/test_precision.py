@@ -67,7 +67,7 @@ def test_units_that_the_default_precision_leaves_idle_are_told(
     train = ("train", "digits", "--accelerator", "cpu", "--batch", "512", "--max-steps", "1")
     for precision in ("fp32", "fp64"):
         assert main([*train, "--precision", precision]) == 0
-        told = f"this processor has bfloat16 units ({units}), which fp32 leaves idle: --precision bf16 may be faster"
+        told = f"this processor has bfloat16 units ({units}), which fp32 does not use: --precision bf16 may be faster"
         assert (told in capsys.readouterr().out.replace("\n", " ")) == (bool(units) and precision == "fp32")
 
 

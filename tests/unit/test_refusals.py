@@ -28,7 +28,7 @@ COMMANDS = """
 trian digits                           | 'trian' | did you mean train
 train digit                            | 'digit' | did you mean digits? | --config FILE.toml
 train --batch 64 digits                | Unrecognized options: digits
-eval --devices 2                       | lacks the run
+eval --devices 2                       | No run given
 eval gone                              | gone is not there
 eval trained --epochs 3                | no use for --epochs
 eval trained --split valid             | 'valid' | did you mean validation?
@@ -59,7 +59,7 @@ TRAIN = """
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch
---collate mine:pad                     | --collate belongs to --step
+--collate mine:pad                     | --collate needs --step
 --schedule multistep --milestones 3 2  | --milestones | 3 2
 --accumulate 2 --micro-batch 3         | --accumulate 2 and --micro-batch 3 | give one
 --batch 2 --devices 3                  | batch 2 | 3 devices | a batch of 3 or more
@@ -100,7 +100,7 @@ STARTS = """
 --world-size 2 --rank 0                | --init-method
 --world-size 2 {meet}                  | --rank
 --world-size 2 --rank 0 --init-method file://x | file://x | three slashes
---nodes 1:2 {meet} --interface eth77   | --interface eth77 | has no such one
+--nodes 1:2 {meet} --interface eth77   | --interface eth77 | has no interface
 [GLOO_SOCKET_IFNAME=x] --nodes 1:2 {meet} --interface lo | --interface lo disagrees | GLOO_SOCKET_IFNAME is x
 [RANK=0]                               | WORLD_SIZE is not set
 [RANK=0 WORLD_SIZE=2]                  | MASTER_ADDR is not set
@@ -193,7 +193,7 @@ GRADIENTS = """
 """
 
 VERIFY = """
-verify                       | No proof given, found nothing
+verify                       | No proof given; use
 verify run runs/x            | no longer exists | proof.md | gradients or curve
 """
 

@@ -25,7 +25,7 @@ from lockstep.monitor.watchdog import Watchdog, explain
 
 from ..command import until
 
-SLOW = "give more --stall-timeout where it was only slow"
+SLOW = "raise --stall-timeout if it was only slow"
 
 
 def test_the_sentence_names_who_is_waited_for() -> None:

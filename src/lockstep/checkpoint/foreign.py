@@ -83,7 +83,7 @@ def _load_content(path: Path) -> Any:
         elif begin[:1] == b"\x80":
             _check_pickles(file, size, _PICKLES)
         else:
-            raise ValueError("its first bytes are those of no known format")
+            raise ValueError("its format is unknown")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -172,5 +172,5 @@ def _flatten(part: Any, remaining: list[int], name: str = "", level: int = 0) ->
     for key, item in items:
         remaining[0] -= 1
         if remaining[0] < 0 or level > _LEVELS:
-            raise ValueError("it holds itself, or far too much")
+            raise ValueError("it contains itself, or is far too large")
         yield from _flatten(item, remaining, f"{name}/{key}" if name else str(key), level + 1)

@@ -125,8 +125,8 @@ class ReplicaCheck:
         holds = self.checks > 0 and self._lost_at is None
         return Check(
             name="replicas",
-            claim="All ranks hold the same bits, of finite numbers: weights, optimizer state, synchronised statistics, "
-            "averaged weights",
+            claim="All ranks have the same bits, and all values are finite: weights, optimizer state, synchronised "
+            "statistics, averaged weights",
             outcome=Check.FAILS if self._failure else Check.HOLDS if holds else Check.OPEN,
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,

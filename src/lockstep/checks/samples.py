@@ -161,7 +161,7 @@ class SampleCheck:
         if violation:
             self._fault = f"in {part}, {violation}"
             raise ProofError(
-                f"Not each sample was computed exactly once: {self._fault}. The order of the data, or what a loader "
+                f"Not every sample was computed exactly once: {self._fault}. The order of the data, or what a loader "
                 "makes of it, differs from rank to rank or repeats; compare the samples that each rank reads."
             )
 

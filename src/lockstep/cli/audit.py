@@ -51,7 +51,7 @@ def main(words: list[str]) -> int:
     if unknown:
         raise RequestError(f"lockstep audit has no flag {unknown[0]}; flags of the script follow it.")
     if not command:
-        raise RequestError("lockstep audit lacks the script to audit, as in lockstep audit --devices 2 train.py.")
+        raise RequestError("No script given; example: lockstep audit --devices 2 train.py.")
     if is_script and not Path(command[0]).is_file():
         raise RequestError(f"{command[0]} is not there; give the path of a script, or -- and a command.")
     ranks, steps, limit_s = (

@@ -151,7 +151,7 @@ def _measure(mode: str, argument: str = "", verb: str = "", *words: str) -> int:
 def _run_script(script: Script, config: RunConfig, world: World, hooks: Hooks) -> None:
     """Run a script. Raises `RunError` if its exit code is not 0."""
     if code := script(config, world, hooks):
-        raise RunError(f"{script.name} has ended with exit code {code}; what it printed says why.")
+        raise RunError(f"{script.name} has ended with exit code {code}; its output says why.")
 
 
 def _default_axes(job: Job, base: RunConfig) -> dict[str, list[str]]:

@@ -29,7 +29,7 @@ _OF_TRAINING = {"batchnorm"}
 _STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unchecked": "dim"}
 _MEANINGS = {
     "red": "no job can run here",
-    "yellow": "a job can run; what is yellow costs speed or is a risk",
+    "yellow": "a job can run; yellow findings cost speed or are a risk",
     "green": "a job can run",
 }
 

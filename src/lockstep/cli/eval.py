@@ -37,7 +37,7 @@ _READ = ("loss", "output")
 def main(words: list[str]) -> int:
     """Evaluate, print the scores, and return the exit code."""
     if not words or words[0].startswith("-"):
-        raise RequestError("lockstep eval lacks the run, which comes first, as in lockstep eval runs/digits-resnet8.")
+        raise RequestError("No run given; example: lockstep eval runs/digits-resnet8.")
     options, flag_words = flags.take(words[1:], {"--split": str, "--predictions": str}, prog="lockstep eval")
     split, path = choose("split", options.get("--split", "test"), SPLITS), Path(words[0])
     source = _config_file(path)

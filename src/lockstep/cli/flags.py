@@ -161,7 +161,7 @@ def _names(words: list[str], prog: str) -> list[str]:
         if kinds[key] is bool and "=" in word:
             raise RequestError(f"{word}: this flag takes no value; write --{key} or --no-{key}.")
         if kinds[key] is Path and (word.endswith("=") or following == ""):
-            raise RequestError(f"--{key} lacks its value; give a path.")
+            raise RequestError(f"--{key} needs a value; give a path.")
         names.append(key)
     return names
 

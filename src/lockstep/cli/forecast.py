@@ -32,10 +32,10 @@ def main(words: list[str]) -> int:
     devices, network = _devices(options.get("--devices", "1:64")), options.get("--network")
     if network is None:
         raise RequestError(
-            "lockstep forecast lacks --network: what would connect the devices, such as 100GbE or 10Gbit/s,50us."
+            "lockstep forecast needs --network, the network between the devices, such as 100GbE or 10Gbit/s,50us."
         )
     if base.precision.compile:
-        raise RequestError("lockstep forecast sees nothing in a compiled model; leave out --compile.")
+        raise RequestError("lockstep forecast cannot measure a compiled model; leave out --compile.")
     if not job.is_script and base.parallel.strategy not in ("auto", "ddp"):
         raise RequestError(f"--strategy {base.parallel.strategy}: forecasts are of ddp (and of dp beside it).")
     within = networks.links("--within", options.get("--within", "PCIe4"))

@@ -50,7 +50,7 @@ class Job:
         self.is_weak, self._prog = self.options.get("--scaling") == "weak", prog
         sources = {word.partition("=")[0] for word in self.words} & {"--config", "--model", "--data"}
         if not self.is_script and not sources and all(word.startswith("-") for word in self.words[:1]):
-            raise RequestError(f"{prog} lacks a job: give a recipe ({', '.join(recipes())}), or a script.")
+            raise RequestError(f"No job given: give a recipe ({', '.join(recipes())}), or a script.")
         if (scaling := self.options.get("--scaling", "strong")) not in ("strong", "weak"):
             raise RequestError(f"--scaling {scaling}: give strong (one global batch) or weak (one batch a device).")
 

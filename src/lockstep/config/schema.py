@@ -264,9 +264,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     elif optim.label_smoothing:
         yield f"--label-smoothing belongs to cross_entropy, and --loss is {optim.loss}; smooth the labels there."
     if optim.metric and not optim.step:
-        yield "--metric belongs to --step, whose batches it is given; add that."
+        yield "--metric needs --step, whose batches it takes; add --step."
     if config.data.collate and not optim.step:
-        yield "--collate belongs to --step, whose batches it makes; add that."
+        yield "--collate needs --step, whose batches it makes; add --step."
     if optim.step and (optim.ema or has_own_loss or optim.label_smoothing or config.data.augment):
         flags = "--ema, --loss, --label-smoothing and --augment"
         yield f"{flags} have no effect with --step, which computes its loss of the data set's own samples; drop them."
@@ -293,7 +293,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if optim.warmup > config.epochs:
         yield f"--warmup {optim.warmup:g} exceeds --epochs {config.epochs}; give --warmup {config.epochs} or less."
     if batch.accumulate is not None and batch.micro_batch is not None:
-        yield f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch} say the same thing; give one."
+        yield f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch} both set micro-batches; give one."
     is_range = re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", parallel.nodes_asked, re.ASCII)
     if not is_range or parallel.nodes > parallel.most_nodes:
         yield f"--nodes {parallel.nodes_asked!r}: give 1 or more, or a range such as 1:4."

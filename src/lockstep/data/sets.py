@@ -91,6 +91,6 @@ def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, ch
     from .source import Request
 
     if config.on_device == "on" and world.device.type == "cpu":
-        raise RequestError("--on-device on asks for an accelerator's memory, and this run is on the CPU; use auto.")
+        raise RequestError("--on-device on needs a GPU, and this run is on the CPU; use auto.")
     request = Request(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last)
     return _entry(config.name).build(request)

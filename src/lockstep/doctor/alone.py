@@ -51,15 +51,15 @@ def judge_versions(by_rank: Sequence[Mapping[str, str | None]]) -> Iterator[Find
 def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
     """Yield findings on this host's resources; `on_cpu`: ranks compute on the CPU."""
     ranks, usable = topology.local_size, hardware.cpus()
-    words, fix = f"{usable} to use ({hardware.cpu_name()})", ""
+    words, fix = f"{usable} available ({hardware.cpu_name()})", ""
     if on_cpu and ranks > usable:
-        words = f"{ranks} ranks share {usable}: they will wait for one another"
+        words = f"{ranks} ranks share {usable}: they will slow one another down"
         fix = f"start at most {counted(usable, 'rank')} on this host"
     yield conclude("host", "processors", words, fix, value=usable)
 
     free_bytes = int(psutil.virtual_memory().available)
     words = f"{shown(free_bytes, 'bytes')} of {shown(hardware.memory_bytes(), 'bytes')} free"
-    fix = "end other programs: a rank alone holds several hundred MiB before it trains" if free_bytes < GIB else ""
+    fix = "end other programs: a rank takes several hundred MiB before it trains" if free_bytes < GIB else ""
     yield conclude("host", "memory", words, fix, value=free_bytes, unit="bytes")
 
     with contextlib.suppress(FileNotFoundError):  # some systems have no /dev/shm
@@ -71,7 +71,7 @@ def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
         yield conclude("host", "shared memory", words, fix, value=free_bytes, unit="bytes")
 
     soft, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max(1024, 8 * topology.size)  # 1024 is usual
-    words, fix = "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft:,} for a process", ""
+    words, fix = "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft:,} per process", ""
     if soft != resource.RLIM_INFINITY and soft < need:  # data workers pass tensors as open files
         words += f"; {counted(topology.size, 'rank')} with data workers need {need:,}"
         fix = f"ulimit -n {need} in the shell that starts the job (docker run --ulimit nofile={need})"
@@ -84,7 +84,7 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
         words = f"the NVIDIA driver does not answer: {trouble}"
         yield conclude("devices", "driver", words, "run nvidia-smi; load the driver, or reboot")
     if not gpus or chosen_cpu:
-        words = f"{gpus} here, left alone as --accelerator cpu asks" if gpus else "none: ranks compute on the CPU"
+        words = f"{gpus} here, not used, because of --accelerator cpu" if gpus else "none: ranks compute on the CPU"
         yield Finding("devices", "GPUs", UNCHECKED, words)
     elif not torch.cuda.is_available():
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"

@@ -55,8 +55,8 @@ def look(group: str, name: str, probe: Probe, limit_s: float, hung: str = YELLOW
         fix = "find out what hangs: a network disk, a name server, a driver, an import"
         return [conclude(group, name, f"the system gave no answer within {limit_s:g} s", fix, bad=hung)]
     except Exception as error:
-        fix = "look by hand: whether it keeps a job from running is not known"
-        return [conclude(group, name, f"it could not be looked at: {one_line(error)}", fix)]
+        fix = "check it by hand: it may keep a job from running"
+        return [conclude(group, name, f"the check failed: {one_line(error)}", fix)]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -121,7 +121,7 @@ def judge_visits(visits: Mapping[tuple[int, int], str], addresses: Sequence[str]
         if trouble
     ]
     if not blocked:
-        return conclude("network", "ports", "each two ranks connect, both ways")
+        return conclude("network", "ports", "each pair of ranks connects in both directions")
     overflow = f"; and {len(blocked) - _MOST_PAIRS} pairs more" if blocked[_MOST_PAIRS:] else ""
     start, end = next(pair for pair, trouble in visits.items() if trouble)
     rule = f"iptables -I INPUT -s {addresses[start]} -p tcp -j ACCEPT"
@@ -256,7 +256,7 @@ def judge(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterato
         for source in result["changed"]
     )
     fix = "let no job run there: dmesg (Xid) and nvidia-smi -q show a faulty card, slot or IOMMU (PCIe ACS)"
-    words = f"they arrive with other bits: {pairs}" if pairs else "they arrive unchanged at each rank"
+    words = f"changed on arrival: {pairs}" if pairs else "arrive unchanged at each rank"
     yield conclude("collectives", "bytes sent", words, fix if pairs else "", bad=RED)
 
 

@@ -141,7 +141,7 @@ def describe_job(job: Job) -> dict[str, Any]:
     data, initial_weights, device = job.data, job.initial_weights, job.world.device
     samples, best = counted(len(data.judged), "sample"), data.best_on
     if data.validation is None:
-        lines = [f"best is chosen on the {best} ({samples}): there is no validation set, and --holdout makes one"]
+        lines = [f"best is chosen on the {best} ({samples}): there is no validation set; --holdout makes one"]
     else:
         sizes = f"training {job.samples:,}, test {len(data.test):,}, evaluated at the end"
         lines = [f"best is chosen on the {best} ({samples}; {sizes})"]
@@ -149,7 +149,9 @@ def describe_job(job: Job) -> dict[str, Any]:
         units = "this GPU has bfloat16 units"
         if device.type == "cpu":
             units = f"this processor has bfloat16 units ({hardware.bf16_units()})"
-        lines.append(f"{units}, which fp32 leaves idle: --precision bf16 may be faster; the results differ by rounding")
+        lines.append(
+            f"{units}, which fp32 does not use: --precision bf16 may be faster; the results differ by rounding"
+        )
     lines += data.cautions
     sources = [source for source in (data.train, data.validation, data.test) if source is not None]
     if files := list(dict.fromkeys(path for source in sources for path in source.skipped)):

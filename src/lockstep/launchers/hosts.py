@@ -84,7 +84,9 @@ def check_interface(name: str, env: Mapping[str, str]) -> None:
     if not candidates.get(name):
         listed = ", ".join(f"{key} ({', '.join(values) or 'no address'})" for key, values in sorted(candidates.items()))
         host = socket.gethostname()
-        raise RequestError(f"--interface {name}: this host, {host}, has no such one with an address, but {listed}.")
+        raise RequestError(
+            f"--interface {name}: this host, {host}, has no interface of this name with an address; it has {listed}."
+        )
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if (chosen := env.get(variable, name)).removeprefix("=") != name:
             raise RequestError(

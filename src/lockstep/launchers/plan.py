@@ -137,8 +137,8 @@ def _auto(parallel: ParallelConfig, processes: int, env: Mapping[str, str]) -> s
     check_started(env)
     if parallel.most_nodes > 1:
         raise RequestError(
-            f"--nodes {parallel.nodes_asked} needs a rendezvous; give each the same --init-method "
-            f"tcp://HOST:PORT, HOST being one of them, or start them with torchrun --nnodes {parallel.nodes_asked}."
+            f"--nodes {parallel.nodes_asked} needs a rendezvous; give each node the same --init-method "
+            f"tcp://HOST:PORT, where HOST is one of them, or start them with torchrun --nnodes {parallel.nodes_asked}."
         )
     return "spawn" if processes > 1 else "inline"
 

@@ -16,9 +16,9 @@ from .output import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Requests to stop a run: SIGHUP comes when a terminal closes, SIGUSR1 from schedulers before a job's time is over."""
-KILLED = "Killed by a second signal, without saving; the last checkpoint, if there is one, is whole."
+KILLED = "Killed by a second signal, without saving; the last checkpoint, if any, is intact."
 OUTSIDE = "Stopped outside of training; there was nothing to save."
-_FINISHES = "stopping: finishes the step under way (several ranks: the steps until their next record)"
+_FINISHES = "stopping: after this step (with several ranks, after the steps up to the next record)"
 STOPPING = f"{_FINISHES} and saves"
 NOT_SAVED = "nothing is saved, since no output folder was given"
 UNSAVED = f"{_FINISHES}; {NOT_SAVED}"

@@ -184,7 +184,7 @@ def explain(seen: dict[int, Beat], nodes: Sequence[str], silence_s: float) -> st
     idle_s = max(beat.silent_s if silent else beat.idle_s for beat in behind.values())
     places = " and ".join(list(dict.fromkeys(map(_place, behind.values())))[:3])
     places = f", last heard of in {places}" if silent else f" in {places}"
-    waits = "" if silent else "; give more --stall-timeout where it was only slow"
+    waits = "" if silent else "; raise --stall-timeout if it was only slow"
     if waiting:
         verb, first = "waits" if len(waiting) == 1 else "wait", next(iter(waiting.values()))
         # While others have stopped, a rank that computes waits for an all-reduce within it, or, on a GPU, before it.

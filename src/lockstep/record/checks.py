@@ -75,7 +75,8 @@ def sheet(title: str, checks: Sequence[Check]) -> str:
     """Return the checks as a page of Markdown."""
     failed = sum(check.fails for check in checks)
     judged = failed + sum(check.outcome == Check.HOLDS for check in checks)
-    verdict = f"{failed} {'is' if failed == 1 else 'are'} wrong" if failed else "all hold"
+    holding = "it holds" if judged == 1 else "all hold"
+    verdict = f"{failed} {'is' if failed == 1 else 'are'} wrong" if failed else holding
     rows = [
         f"| {_cell(check.claim)} | **{_cell(check.outcome)}** | {check.times:,} | {_cell(check.tolerance) or '–'} | "
         f"{'–' if check.cost_s is None else f'{check.cost_s:.2f} s'} |"
@@ -83,7 +84,7 @@ def sheet(title: str, checks: Sequence[Check]) -> str:
     ]
     lines = [
         *(f"# Proofs for {_cell(title)}", ""),
-        *(f"Of {counted(judged, 'claim')} checked, {verdict}." if judged else "Nothing was checked.", ""),
+        *(f"{counted(judged, 'claim')} checked: {verdict}." if judged else "Nothing was checked.", ""),
         *("| what was checked | result | times | tolerance | cost |", "| --- | --- | --- | --- | --- |"),
         *rows,
         "",

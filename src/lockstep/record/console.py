@@ -195,7 +195,7 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[
             yield "test accuracy ", ("  ".join(scores_by_weights), "bold green")
     counts = {name: check["times"] for name, check in fields["proof"].items() if check["outcome"] == Check.HOLDS}
     if counts:
-        yield ("proved " + ", ".join(f"{name} at {counted(times, 'check')}" for name, times in counts.items()),)
+        yield ("proved: " + ", ".join(f"{name} ({counted(times, 'check')})" for name, times in counts.items()),)
     if fields["output"]:
         yield "written to ", (fields["output"], "cyan")
 

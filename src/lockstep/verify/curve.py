@@ -32,11 +32,11 @@ HOLDS, PARTS, REFERENCE, LEFT_OUT = "holds", "parts", "reference", "left out"
 TENSORS = {"curve": "weights", "gradients": "gradients"}
 """Tensors compared beside the losses, by the check's name."""
 _CLAIMS = {
-    "curve": "Under every strategy, number of devices, launcher and continuation, training comes to one model",
+    "curve": "Under every strategy, number of devices, launcher and continuation, training gives the same model",
     "gradients": "On any number of ranks, in micro-batches or not, a loop's optimizers begin with the same gradients",
 }
 _RESUMED_HINT = (
-    "only what was resumed parts: state that a forward pass changes outside of the model's parameters and buffers, "
+    "only resumed runs differ: state that a forward pass changes outside of the model's parameters and buffers, "
     "such as a counter in Python, is in no checkpoint; keep it in a buffer"
 )
 _HINTS = {
@@ -89,7 +89,7 @@ class Outcome:
             f"{tensors} by {size(parting.weight)}, most in {parting.tensor}" if parting.tensor else f"not in {tensors}"
         )
         place = f"{parting.place}, losses by {size(parting.loss)}, {most}"
-        return f"{self.variant.name} parts from {self.variant.partner} {place}"
+        return f"{self.variant.name} differs from {self.variant.partner} {place}"
 
 
 def default_tolerance(config: RunConfig) -> float:

@@ -16,7 +16,7 @@ def main(words: list[str]) -> int:
     """Run the named proof, and return the exit code."""
     proof = words[0] if words else ""
     if not proof or proof.startswith("-"):
-        raise RequestError(f"No proof given, found {proof or 'nothing'}; use lockstep verify {' or '.join(PROOFS)}.")
+        raise RequestError(f"No proof given; use lockstep verify {' or '.join(PROOFS)}.")
     if proof == "run":
         raise RequestError(
             "lockstep verify run no longer exists: read proof.md in the run's folder, or use lockstep verify "

@@ -112,7 +112,7 @@ def judge(request: Setup, tolerance: float) -> int:
         raise RequestError(f"Nothing could be compared: {reason}; give fewer --devices, or a larger batch.")
     if check.fails:
         raise ProofError(
-            f"The variants have not the same {_SAME[setup.name]}: {check.found}; the runs are in {setup.folder}."
+            f"The variants do not have the same {_SAME[setup.name]}: {check.found}; the runs are in {setup.folder}."
         )
     return 0
 

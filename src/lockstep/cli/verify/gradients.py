@@ -160,7 +160,7 @@ def _print(screen: Screen, report: Report, config: RunConfig, *, most: int | Non
         other = ", ".join(answer.strategy for answer in report.answers if not answer.agrees)
         screen.say(
             f"The same gradient within {report.tolerance:g}: {same}. " if same else "",
-            f"Another one by design, as said above: {other}." if other else "",
+            f"Different by design, as explained above: {other}." if other else "",
         )
 
 
