@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 HOWTO = ("own-loop", "resume", "slurm", "nodes", "notebooks", "finetuning", "evaluation", "debugging-a-hang")
 FROM = ("from-torchrun", "from-accelerate", "from-lightning", "from-the-classic-tutorials")
-DETAILS = ("session", "your-case", "runs", "audit", "compare", "forecast", "ray", "architecture")
+DETAILS = (
+    *("session", "your-case", "own-data", "runs", "launchers", "ray"),
+    *("same-model", "verify", "audit", "compare", "forecast", "architecture"),
+)
 NOTES = ["notes/index.md", *sorted(f"notes/{page.name}" for page in (DOCS / "notes").glob("[0-9]*.md"))]
 SECTIONS = {
     ("Start", "入门"): ["index.md", "tutorial.md"],
