@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import os
 import re
 from collections.abc import Callable
 
@@ -13,50 +12,18 @@ import lockstep
 from lockstep.cli.main import VERBS, main
 
 MORE_VERBS = {"verify": ["verify gradients", "verify curve"], "submit": ["submit slurm"]}
-SECTION = re.compile(r"^ (\S.*)\n -{9,}\n", re.MULTILINE)
 QUOTED = re.compile(r""": (?:'([^']*)'|"([^"]*)")""")  # an annotation
-FLAG = re.compile(r" {2}((?!---)[-\[].*?)(?: {2,}(.*))?")
 
 
 def commands() -> str:
-    """Return the page of all verbs: the help of each, with tables of the flags of `lockstep train`."""
+    """Return the page of all verbs: the help of each."""
     parts = ["# The command\n", "Each section is the output of `lockstep VERB --help`.\n"]
     for verb in [name for first in VERBS for name in (first, *MORE_VERBS.get(first, []))]:
-        text = _help(verb)
-        parts += [f"## lockstep {verb}\n", _tables(text) if SECTION.search(text) else f"```text\n{text.strip()}\n```\n"]
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            main([*verb.split(), "--help"])
+        parts += [f"## lockstep {verb}\n", f"```text\n{text.getvalue().strip()}\n```\n"]
     return "\n".join(parts)
-
-
-def _help(verb: str) -> str:
-    text = io.StringIO()
-    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "110"
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        main([*verb.split(), "--help"])
-    del os.environ["COLUMNS"]
-    if columns is not None:
-        os.environ["COLUMNS"] = columns
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
-
-
-def _tables(text: str) -> str:
-    """Return the help of tyro as Markdown: its sections, of which each is a title above a rule, as tables."""
-    usage, *sections = SECTION.split(text)
-    parts = [f"```text\n{usage.strip()}\n```\n"]
-    for title, section in zip(sections[::2], sections[1::2], strict=True):
-        rows: list[list[str]] = []
-        for line in section.splitlines():
-            if flag := FLAG.fullmatch(line):
-                rows.append([flag[1], flag[2] or ""])
-            elif rows and line.strip(" -"):
-                rows[-1][1] = f"{rows[-1][1]} {line.strip()}".strip()
-        cells = [f"| `{name}` | {_escaped(description)} |" for name, description in rows]
-        parts += [f"### {title}\n", "| flag | meaning |\n| --- | --- |", *cells, ""]
-    return "\n".join(parts)
-
-
-def _escaped(text: str) -> str:
-    text = re.sub(r" ?\(default: (?:None|''|)\)", "", text)
-    return re.sub(r"([|*<])", r"\\\1", text)
 
 
 def api() -> str:
