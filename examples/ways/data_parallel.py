@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0; its losses are those of the run. Config 9060924cb3f2:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 9060924cb3f2:
     lockstep eject cifar10-pyramidnet --strategy dp --devices 2
 
 Not carried over:
@@ -219,6 +219,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 def main(options: argparse.Namespace) -> None:
     """Train."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.allow_tf32 = False
 
     images, labels, test_images, test_labels = read_data()
     steps_per_epoch = math.ceil(len(images) / BATCH)
@@ -228,7 +229,7 @@ def main(options: argparse.Namespace) -> None:
     model.to(memory_format=torch.channels_last)
     if options.weights:
         load_weights(model, options.weights)
-    net = nn.DataParallel(model, None)
+    net = nn.DataParallel(model, [0, 1])
     decay, momentum, nesterov = 0.0001, 0.9, False
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum, weight_decay=decay, nesterov=nesterov)
 

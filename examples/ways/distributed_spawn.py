@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0; its losses are those of the run. Config b980c8dac245:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config b980c8dac245:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --launcher spawn
 
 Not carried over:
@@ -214,24 +214,39 @@ class AllReduce(torch.autograd.Function):
         return gradient
 
 
-class SyncBatchNorm(nn.BatchNorm2d):
-    """BatchNorm over the samples of all ranks. torch.nn.SyncBatchNorm does this on GPUs alone."""
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over the samples of all ranks, on CPUs. torch.nn.SyncBatchNorm needs GPUs."""
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        local_sums = torch.cat([x.sum((0, 2, 3)), x.new_tensor([x.numel() // x.shape[1]])])
+        dtype, x = x.dtype, x.to(self.weight.dtype)  # more than half precision
+        axes = (0, *range(2, x.dim()))
+        local_sums = torch.cat([x.sum(axes), x.new_tensor([x.numel() // x.shape[1]])])
         total = AllReduce.apply(local_sums)
         count = total[-1]
-        mean = total[:-1] / count
-        x = x - mean[:, None, None]
-        variance = AllReduce.apply(x.square().sum((0, 2, 3))) / count
+        mean, shape = total[:-1] / count, (-1, *[1] * (x.dim() - 2))
+        x = x - mean.view(shape)
+        variance = AllReduce.apply(x.square().sum(axes)) / count
         with torch.no_grad():
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
             self.num_batches_tracked += 1
         scale = self.weight / (variance + self.eps).sqrt()
-        return x * scale[:, None, None] + self.bias[:, None, None]
+        return (x * scale.view(shape) + self.bias.view(shape)).to(dtype)
+
+
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return the model with BatchNorm layers whose statistics are those of all ranks."""
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            module.__class__ = SyncBatchNorm
+    return model
 
 
 def learning_rate(step: int, steps_per_epoch: int) -> float:
@@ -275,18 +290,21 @@ def main(options: argparse.Namespace) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
+    torch.backends.cudnn.allow_tf32 = False
+    if rank == 0:  # downloads, if need be, before the others read
+        read_data()
+    dist.barrier()
 
     images, labels, test_images, test_labels = read_data()
     steps_per_epoch = math.ceil(len(images) / BATCH)
     torch.manual_seed(SEED)  # the same initial weights on every rank
     model = PyramidNet(depth=110, alpha=48, reference=False, classes=10, in_channels=3)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = SyncBatchNorm
+    model = synchronised(model, device)
     model.to(device, DTYPE)
     model.to(memory_format=torch.channels_last)
     if options.weights:
         load_weights(model, options.weights)
+    torch.manual_seed(SEED + rank)  # dropout differs between ranks
     net = DistributedDataParallel(model)
     decay, momentum, nesterov = 0.0001, 0.9, False
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum, weight_decay=decay, nesterov=nesterov)

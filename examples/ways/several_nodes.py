@@ -2,7 +2,7 @@
 
     python train.py --rank R  # for R from 0 to 2, on each process's host
 
-Written by lockstep 0.1.0; its losses are those of the run. Config 8d939588bbe0:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 8d939588bbe0:
     lockstep eject cifar10-pyramidnet --strategy hybrid --gpus 0,1 --world-size 3 --rank 0 --init-method
         file:///SHARED/rendezvous
 
@@ -233,6 +233,10 @@ def main(options: argparse.Namespace) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     url, rank, world = options.init_method, options.rank, options.world_size
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=world)
+    torch.backends.cudnn.allow_tf32 = False
+    if rank == 0:  # downloads, if need be, before the others read
+        read_data()
+    dist.barrier()
 
     images, labels, test_images, test_labels = read_data()
     steps_per_epoch = math.ceil(len(images) / BATCH)
@@ -242,6 +246,7 @@ def main(options: argparse.Namespace) -> None:
     model.to(memory_format=torch.channels_last)
     if options.weights:
         load_weights(model, options.weights)
+    torch.manual_seed(SEED + rank)  # dropout differs between ranks
     net = nn.DataParallel(model, [0, 1])
     decay, momentum, nesterov = 0.0001, 0.9, False
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum, weight_decay=decay, nesterov=nesterov)

@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0; its losses are those of the run. Config 9ca9307a264b:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 9ca9307a264b:
     lockstep eject cifar10-pyramidnet --strategy single
 
 Not carried over:
@@ -219,6 +219,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 def main(options: argparse.Namespace) -> None:
     """Train."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.allow_tf32 = False
 
     images, labels, test_images, test_labels = read_data()
     steps_per_epoch = math.ceil(len(images) / BATCH)

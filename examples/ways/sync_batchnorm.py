@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0; its losses are those of the run. Config b80be257c487:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config b80be257c487:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --accelerator cuda
 
 Not carried over:
@@ -196,6 +196,57 @@ def part_of(batch: Tensor, rank: int, world: int) -> Any:
     return batch.tensor_split(world)[rank]
 
 
+class AllReduce(torch.autograd.Function):
+    """The sum over all ranks; so is its gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over the samples of all ranks, on CPUs. torch.nn.SyncBatchNorm needs GPUs."""
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        dtype, x = x.dtype, x.to(self.weight.dtype)  # more than half precision
+        axes = (0, *range(2, x.dim()))
+        local_sums = torch.cat([x.sum(axes), x.new_tensor([x.numel() // x.shape[1]])])
+        total = AllReduce.apply(local_sums)
+        count = total[-1]
+        mean, shape = total[:-1] / count, (-1, *[1] * (x.dim() - 2))
+        x = x - mean.view(shape)
+        variance = AllReduce.apply(x.square().sum(axes)) / count
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+            self.num_batches_tracked += 1
+        scale = self.weight / (variance + self.eps).sqrt()
+        return (x * scale.view(shape) + self.bias.view(shape)).to(dtype)
+
+
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return the model with BatchNorm layers whose statistics are those of all ranks."""
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            module.__class__ = SyncBatchNorm
+    return model
+
+
 def learning_rate(step: int, steps_per_epoch: int) -> float:
     """Return the rate at an optimizer step."""
     return LR * 0.1 ** sum(step >= round(epoch * steps_per_epoch) for epoch in (100.0, 150.0))
@@ -237,16 +288,21 @@ def main(options: argparse.Namespace) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
+    torch.backends.cudnn.allow_tf32 = False
+    if rank == 0:  # downloads, if need be, before the others read
+        read_data()
+    dist.barrier()
 
     images, labels, test_images, test_labels = read_data()
     steps_per_epoch = math.ceil(len(images) / BATCH)
     torch.manual_seed(SEED)  # the same initial weights on every rank
     model = PyramidNet(depth=110, alpha=48, reference=False, classes=10, in_channels=3)
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = synchronised(model, device)
     model.to(device, DTYPE)
     model.to(memory_format=torch.channels_last)
     if options.weights:
         load_weights(model, options.weights)
+    torch.manual_seed(SEED + rank)  # dropout differs between ranks
     net = DistributedDataParallel(model)
     decay, momentum, nesterov = 0.0001, 0.9, False
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum, weight_decay=decay, nesterov=nesterov)

@@ -25,6 +25,12 @@ COMMENTS = {
     "Optical Recognition of Handwritten Digits: E. Alpaydin, C. Kaynak, 1998, UCI, CC BY 4.0.": (
         "数据：Optical Recognition of Handwritten Digits，E. Alpaydin, C. Kaynak, 1998, UCI, CC BY 4.0。"
     ),
+    "more than half precision": "高于半精度",
+    "dropout differs between ranks": "各 rank 的 dropout 不同",
+    "downloads, if need be, before the others read": "必要时先下载，其他 rank 再读取",
+    "Return the model with BatchNorm layers whose statistics are those of all ranks.": (
+        "返回 BatchNorm 统计量取自所有 rank 的模型。"
+    ),
     "The sum over all ranks; so is its gradient.": "对所有 rank 求和；梯度同样如此。",
     "a host's ranks are adjacent": "同一台主机的 rank 编号相邻",
     "as RANK of WORLD_SIZE, at MASTER_ADDR:MASTER_PORT": "读取 RANK、WORLD_SIZE、MASTER_ADDR、MASTER_PORT",
@@ -62,8 +68,8 @@ COMMENTS = {
     "Return this process's part of a batch's samples (n,). The ranks' parts differ by one sample at most.": (
         "返回本进程在 batch 样本 (n,) 中的部分。各 rank 的样本数最多相差一个。"
     ),
-    "BatchNorm over the samples of all ranks. torch.nn.SyncBatchNorm does this on GPUs alone.": (
-        "对所有 rank 的样本做 BatchNorm。torch.nn.SyncBatchNorm 只能在 GPU 上这样做。"
+    "BatchNorm over the samples of all ranks, on CPUs. torch.nn.SyncBatchNorm needs GPUs.": (
+        "在 CPU 上对所有 rank 的样本做 BatchNorm。torch.nn.SyncBatchNorm 需要 GPU。"
     ),
     "Return the rate at an optimizer step.": "返回某一步的学习率。",
     "Return the sum of the losses of images x (n, C, H, W) with labels y (n,).": (
@@ -90,11 +96,16 @@ COMMENTS = {
         "每个 `size` 个样本的 batch 中属于本 rank 的部分，不填充：各 rank 的样本数最多相差一个。"
     ),
     "The same in ascending order, with batches of about `size` samples.": "同上，但按升序，每个 batch 约 `size` 个样本。",
-    "Return a loader of this rank's parts of the loader's batches.": "返回只读取本 rank 部分的 DataLoader。",
-    "Yield this rank's parts of the loader's batches: each sample once over all ranks, in ascending order.": (
-        "依次返回本 rank 的部分：所有 rank 合起来每个样本恰好一次，按升序。"
+    "another order in the next pass, alike on all ranks": "下一遍换一个顺序，所有 rank 相同",
+    "alike on all ranks: weights, data": "所有 rank 相同：权重、数据",
+    "A loader whose batches are divided among the ranks, on the device.": (
+        "把每个 batch 分给各 rank 的 DataLoader，数据位于设备上。"
     ),
-    "Yield the batches on the device.": "把 batch 移到设备上。",
+    "Return a loader of this rank's parts of the loader's batches.": "返回只读取本 rank 部分的 DataLoader。",
+    "Yield this rank's parts of the loader's batches: each sample once over all ranks, in ascending order.\n\n"
+    "The models are in evaluation mode, and no gradients are computed.": (
+        "依次返回本 rank 的部分：所有 rank 合起来每个样本恰好一次，按升序。\n\n模型处于评估模式，不计算梯度。"
+    ),
     "Return tensors in lists, tuples and dictionaries on the device.": "把列表、元组和字典中的张量移到设备上。",
     "Add the gradients of the mean over all ranks' samples; `loss` is the mean over this rank's `count` samples.\n\n"
     "DDP divides by the number of ranks, so that a rank's loss is weighted by its share times the ranks.": (
@@ -106,8 +117,7 @@ COMMENTS = {
     "Return the mean over all ranks' samples; `value` is the mean over this rank's `count`.": (
         "返回所有 rank 样本的均值；`value` 是本 rank `count` 个样本的均值。"
     ),
-    "Return the ranks' rows, one rank after the other.": "按 rank 的次序拼接各 rank 的行。",
-    "Select the epoch, whose order all ranks draw alike.": "设定 epoch；所有 rank 得到相同的顺序。",
+    "Return the ranks' rows, one rank after the other, without gradients.": "按 rank 的次序拼接各 rank 的行，不含梯度。",
     # models
     "In place: the last BatchNorm of the residual does not need its output for the backward pass.": (
         "原地相加：残差分支最后的 BatchNorm 在反向传播中不需要自己的输出。"
@@ -168,8 +178,8 @@ COMMENTS = {
 """{English: Chinese}"""
 _PATTERNS = {
     r"^(\S+) on (\S+), in plain PyTorch\.$": r"在 \2 上训练 \1：纯 PyTorch。",
-    r"^Written by lockstep (\S+); its losses are those of the run\. Config (\w+):$": (
-        r"由 lockstep \1 生成，损失与原来的运行一致。配置 \2："
+    r"^Written by lockstep (\S+)\. In float64 its losses are the run's\. Config (\w+):$": (
+        r"由 lockstep \1 生成，float64 下损失与原来的运行一致。配置 \2："
     ),
 }
 

@@ -37,8 +37,7 @@ class Choices:
 
     # Model.
     model: Any = None
-    own_sync: bool = False
-    torch_sync: bool = False
+    syncs: bool = False
     compiled: bool = False
     channels_last: bool = False
     averages: bool = False
@@ -46,6 +45,7 @@ class Choices:
 
     # Data.
     digits: bool = False
+    cifar: bool = False
     folder: bool = False
     reader: Any = None
     data_path: str = ""
@@ -77,12 +77,14 @@ class Choices:
     # Precision.
     double: bool = False
     tf32: bool = False
+    allows_tf32: Any = None
     half: bool = False
     dtype: Any = None
     scales: bool = False
 
     # Loss, optimizer and learning rate.
     loss: Any = None
+    test_loss: Any = None
     sgd: bool = False
     lr: float = 0.0
     momentum: float = 0.0

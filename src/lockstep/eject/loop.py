@@ -15,10 +15,22 @@ from .link import Linked, import_lines, imports_of
 _PLAIN = Path(__file__).with_name("plain.py")
 _DROPPED = ("output", "resume", "checkpoint_every", "log_every", "verify_every", "ledger", "timeout", "stall_timeout")
 """Options of a session that concern records and proofs."""
-_OF_ANY_MODULE = ("train", "eval", "parameters", "named_parameters", "modules", "state_dict", "load_state_dict")
+_OF_ANY_MODULE = ("train", "eval", "parameters", "zero_grad")
 """Attributes that a wrapped model has, too."""
+_OF_INNER = (
+    "state_dict",
+    "load_state_dict",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "modules",
+    "named_modules",
+)
+"""Attributes that are those of the model within the wrapper."""
+_NAMES = {"rank", "world", "device"}
+"""Names that the plain code defines."""
 _CALLS = {"sum": "summed({0}, device)", "max": "largest({0}, device)", "gather": "gathered({0}, world)"}
-_VALUES = {"rank": "rank", "device": "device", "is_main": "rank == 0"}
+_VALUES = {"rank": "rank", "device": "device", "is_main": "(rank == 0)"}
 
 
 class _Prepared(NamedTuple):
@@ -67,13 +79,8 @@ class _Ejection:
     def _find_prepared(self) -> _Prepared:
         """Return the names of models and loaders that the session prepares."""
         text, prepared = self._text, _Prepared(set(), set())
-        values = {
-            target.id: ast.unparse(node.value)
-            for node in ast.walk(text.tree)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        assignments = [node for node in ast.walk(text.tree) if isinstance(node, ast.Assign)]
+        values = dict(pair for node in assignments for target in node.targets for pair in _assigned(target, node.value))
         called = {ast.unparse(node.func) for node in ast.walk(text.tree) if isinstance(node, ast.Call)}
         for node in self._calls("prepare"):
             for argument in node.args:
@@ -96,20 +103,57 @@ class _Ejection:
     def result(self) -> str:
         """Return the edited script, with the definitions that it needs."""
         self._open()
-        for node in ast.walk(self._text.tree):
+        for node in self._nodes():
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node)
             elif isinstance(node, ast.For):
                 self._loop(node)
+            elif isinstance(node, ast.Name):
+                self._check_name(node)
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == self._session:
                     self._use(node)
                 elif self._is_hidden(node):
-                    raise self._refuse(node, f"DistributedDataParallel hides {node.value.id}.{node.attr}")
-        text = self._text.text
+                    if node.attr not in _OF_INNER:
+                        raise self._refuse(node, f"DistributedDataParallel hides {node.value.id}.{node.attr}")
+                    self._replace(node.value, f"{node.value.id}.module")
+        text, end = self._text.text, len(self._text.text)
         for edit in sorted(self._edits, reverse=True):
-            text = text[: edit.start] + edit.text + text[edit.stop :]
+            assert edit.stop <= end, "edits do not overlap"
+            text, end = text[: edit.start] + edit.text + text[edit.stop :], edit.start
         return self._with_definitions(text)
+
+    def _nodes(self) -> Iterator[ast.AST]:
+        """Yield the nodes of the script, except within statements that disappear; remove those."""
+        waiting: list[ast.AST] = [self._text.tree]
+        while waiting:
+            node = waiting.pop()
+            called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+            if called and ast.unparse(called) in (f"{self._session}.log", f"{self._session}.score"):
+                assert isinstance(node, ast.Expr)
+                self._remove(node)
+                continue
+            yield node
+            waiting += ast.iter_child_nodes(node)
+
+    def _remove(self, node: ast.Expr) -> None:
+        """Remove a statement, which has its lines for itself."""
+        assert node.end_lineno is not None
+        before = self._text.text[self._text.line_start(node.lineno) : self._text.start(node)]
+        after = self._text.text[self._text.stop(node) : self._text.line_start(node.end_lineno + 1)]
+        if before.strip() or after.partition("#")[0].strip():
+            raise self._refuse(node, "give the statement a line of its own")
+        self._replace_lines(node, ["pass"] if len(getattr(self._parents[node], "body", [])) == 1 else [])
+
+    def _check_name(self, node: ast.Name) -> None:
+        """Refuse names of the plain code that the script assigns, and a session that is passed on."""
+        parent = self._parents[node]
+        if isinstance(node.ctx, ast.Store) and node.id in _NAMES:
+            raise self._refuse(node, f"the plain code uses the name {node.id}; rename the variable")
+        if node.id == self._session and node is not self._opening.targets[0] and not isinstance(parent, ast.Attribute):
+            raise self._refuse(node, f"{self._session} is passed on")
+        if node.id == "lockstep" and parent is not getattr(self._opening.value, "func", None):
+            raise self._refuse(node, f"it uses {ast.unparse(parent)}")
 
     def _is_hidden(self, node: ast.Attribute) -> bool:
         """Return whether an attribute of a model is out of reach once the model is wrapped."""
@@ -133,14 +177,16 @@ class _Ejection:
         """Replace the session's opening, and what it prepares."""
         call = self._opening.value
         assert isinstance(call, ast.Call)
-        lines = ["rank, world, device = join()"]
+        self._seed = "0"
         for keyword in call.keywords:
             if keyword.arg == "seed":
                 self._seed = ast.unparse(keyword.value)
-                lines.append(f"torch.manual_seed({self._seed})")
             elif keyword.arg not in _DROPPED:
                 raise self._refuse(keyword, f"session({keyword.arg}=…)")
-        self._replace_lines(self._opening, lines)
+        self._replace_lines(
+            self._opening,
+            ["rank, world, device = join()", f"torch.manual_seed({self._seed})  # alike on all ranks: weights, data"],
+        )
         for node in self._calls("prepare"):
             statement = self._parents[node]
             if not isinstance(statement, ast.Assign) or ast.unparse(statement.targets[0]).strip("()") != ", ".join(
@@ -149,8 +195,12 @@ class _Ejection:
                 raise self._refuse(node, "assign what session.prepare returns to the same variables")
             names = [argument.id for argument in node.args if isinstance(argument, ast.Name)]
             lines = [f"{name} = parallel({name}, device)" for name in names if name in self._prepared.models]
-            seed = f", {self._seed}" * bool(self._seed)
-            lines += [f"{name} = shared({name}, rank, world{seed})" for name in names if name in self._prepared.loaders]
+            lines += [
+                f"{name} = shared({name}, device, rank, world, {self._seed})"
+                for name in names
+                if name in self._prepared.loaders
+            ]
+            lines.append(f"torch.manual_seed({self._seed} + rank)  # dropout differs between ranks")
             self._replace_lines(statement, lines)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -167,18 +217,13 @@ class _Ejection:
             if not isinstance(node.target, ast.Name) or len(iterable.args) != 1:
                 raise self._refuse(node, "name the epoch, as in for epoch in session.epochs(10)")
             self._replace(iterable, f"range({ast.unparse(iterable.args[0])})")
-            indent, place = " " * node.body[0].col_offset, self._text.line_start(node.body[0].lineno)
-            for name in sorted(self._prepared.loaders):
-                line = f"{indent}{name}.batch_sampler.set_epoch({node.target.id})\n"
-                self._edits.append(Edit(place, place, line))
-        loader = self._loader(node)
-        if loader is not None:
-            self._replace(loader, f"on_device({loader.id}, device)")
 
-    def _loader(self, node: ast.For) -> ast.Name | None:
-        """Return the prepared loader that a loop runs over, also within enumerate or a progress bar."""
-        names = [item for item in ast.walk(node.iter) if isinstance(item, ast.Name)]
-        return next((item for item in names if item.id in self._prepared.loaders), None)
+    def _loader(self, node: ast.For) -> bool:
+        """Return whether a loop runs over one prepared loader, also by enumerate or a progress bar."""
+        iterable = node.iter
+        while isinstance(iterable, ast.Call) and ast.unparse(iterable.func) in ("enumerate", "tqdm", "tqdm.tqdm"):
+            iterable = iterable.args[0]
+        return isinstance(iterable, ast.Name) and iterable.id in self._prepared.loaders
 
     def _use(self, node: ast.Attribute) -> None:
         """Replace an attribute of the session, or a call of it."""
@@ -190,17 +235,13 @@ class _Ejection:
             self._replace(node, _VALUES[node.attr])
         elif call is None and isinstance(parent, ast.Attribute) and (node.attr, parent.attr) == ("world", "size"):
             self._replace(parent, "world")
-        elif call is not None and node.attr in ("log", "score"):
-            statement = self._parents[call]
-            if not isinstance(statement, ast.Expr):
-                raise self._refuse(node, f"{ast.unparse(call)} within an expression")
-            self._replace_lines(statement, ["pass"] if len(getattr(self._parents[statement], "body", [])) == 1 else [])
         elif call is not None and node.attr == "print":
             self._replace(node, "print")
         elif call is not None and node.attr in _CALLS and len(call.args) == 1 and not call.keywords:
             self._edit_call(call, _CALLS[node.attr])
         elif call is not None and node.attr == "evaluating" and len(call.args) == 1:
-            self._edit_call(call, "evaluating({0}, device, rank, world)")
+            models = ", ".join(sorted(self._prepared.models))
+            self._edit_call(call, f"evaluating({{0}}, [{models}], device, rank, world)")
         elif call is not None and node.attr in ("backward", "mean") and len(call.args) == 1:
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
             if given.keys() - {"weight"}:
@@ -219,29 +260,48 @@ class _Ejection:
         self._edits.append(Edit(self._text.start(call), self._text.start(argument), before))
         self._edits.append(Edit(self._text.stop(argument), self._text.stop(call), after))
 
-    def _batch(self, node: ast.AST) -> str:
+    def _batch(self, call: ast.AST) -> str:
         """Return the tensor whose length is the number of samples: the first that the loop over a loader names."""
+        node = call
         while node in self._parents:
             node = self._parents[node]
-            if isinstance(node, ast.For) and self._loader(node) is not None:
+            if isinstance(node, ast.For) and self._loader(node):
                 target = node.target
                 while isinstance(target, ast.Tuple):
                     elements = target.elts
                     is_counted = "enumerate(" in ast.unparse(node.iter) and target is node.target
                     target = elements[1] if is_counted else elements[0]
                 if isinstance(node.target, ast.Tuple) and isinstance(target, ast.Name):
-                    return target.id
-        raise self._refuse(node, "its batch is not (x, y, …); give the count, as in session.backward(loss, weight=n)")
+                    stores = [item for item in ast.walk(node) if isinstance(item, ast.Name) and item.id == target.id]
+                    if sum(isinstance(item.ctx, ast.Store) for item in stores) == 1:
+                        return target.id
+        raise self._refuse(
+            call, "its loop is not over (x, y, …) of a prepared loader; give the count, as in backward(loss, weight=n)"
+        )
 
     def _with_definitions(self, text: str) -> str:
         """Insert the definitions of `plain.py` that are used after the script's imports, and sort those."""
         source, needed = Text(text), Linked(_PLAIN.read_text(encoding="utf-8"), self._used)
         nodes = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         nodes = [node for node in nodes if getattr(node, "module", "") != "__future__"]
-        clash = {definition.name for definition in source.tree.body if isinstance(definition, ast.FunctionDef)}
-        if names := clash & self._used & needed.names:
-            raise self._refuse(self._opening, f"{', '.join(sorted(names))} is a function of the script's; rename it")
+        bound = {
+            node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        bound |= {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        if clash := bound & needed.names:
+            raise self._refuse(self._opening, f"the plain code defines {', '.join(sorted(clash))}; rename the script's")
         imports = "\n".join(import_lines(needed.imports | imports_of(source)))
         start, stop = source.line_start(nodes[0].lineno), source.line_start((nodes[-1].end_lineno or 0) + 1)
         rest = text[stop:].strip("\n")
-        return clean(f"{text[:start]}{imports}\n\n\n{needed.body()}\n\n{rest}\n")
+        result = clean(f"{text[:start]}{imports}\n\n\n{needed.body()}\n\n{rest}\n")
+        ast.parse(result)
+        return result
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
+    """Yield (target, value) of an assignment, also of a tuple to a tuple."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for pair in zip(target.elts, value.elts, strict=False):
+            yield from _assigned(*pair)
+    else:
+        yield ast.unparse(target), ast.unparse(value)

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from .program import synchronised
 
 
 def join() -> tuple[int, int, torch.device]:
@@ -33,9 +35,7 @@ def join() -> tuple[int, int, torch.device]:
 
 def parallel(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model, whose gradients DDP averages over the ranks, and whose BatchNorm layers are synchronised."""
-    if device.type == "cuda":  # torch synchronises statistics on GPUs only
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return DistributedDataParallel(model.to(device))
+    return DistributedDataParallel(synchronised(model, device).to(device))
 
 
 class GlobalBatches:
@@ -43,18 +43,15 @@ class GlobalBatches:
 
     def __init__(self, samples: int, size: int, rank: int, world: int, *, shuffles: bool, seed: int = 0) -> None:
         self.samples, self.size, self.rank, self.world, self.shuffles = samples, size, rank, world, shuffles
-        self.seed, self.epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Select the epoch, whose order all ranks draw alike."""
-        self.epoch = epoch
+        self.seed = seed
 
     def __len__(self) -> int:
         return math.ceil(self.samples / self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(self.samples, generator=generator) if self.shuffles else torch.arange(self.samples)
+        self.seed += 1  # another order in the next pass, alike on all ranks
         for batch in order.split(self.size):
             if len(batch) < self.world:
                 raise SystemExit(f"A batch of {len(batch)} samples is too small for {self.world} ranks.")
@@ -69,28 +66,55 @@ class EvaluationBatches(GlobalBatches):
             yield batch.tensor_split(self.world)[self.rank].tolist()
 
 
-def shared(loader: DataLoader[Any], rank: int, world: int, seed: int = 0) -> DataLoader[Any]:
+class Shared:
+    """A loader whose batches are divided among the ranks, on the device."""
+
+    def __init__(self, loader: Any, batches: GlobalBatches, device: torch.device) -> None:
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "persistent_workers")
+        options = {name: getattr(loader, name) for name in names}
+        self.dataset, self.batches, self.device = loader.dataset, batches, device
+        self._loader = DataLoader(loader.dataset, batch_sampler=batches, **options)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield moved(batch, self.device)
+
+
+def shared(loader: DataLoader[Any], device: torch.device, rank: int, world: int, seed: int) -> Shared:
     """Return a loader of this rank's parts of the loader's batches."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None or loader.drop_last:
-        raise SystemExit("Streams, batch samplers and drop_last need a sampler of your own in the place of this one.")
-    shuffles = isinstance(loader.sampler, torch.utils.data.RandomSampler)
-    batches = GlobalBatches(len(loader.dataset), loader.batch_size, rank, world, shuffles=shuffles, seed=seed)
-    options = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "pin_memory": loader.pin_memory}
-    return DataLoader(loader.dataset, batch_sampler=batches, **options)
+    sampler, samples = loader.sampler, len(loader.dataset)
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples
+    if loader.batch_size is None or loader.drop_last or not (shuffles or type(sampler) is SequentialSampler):
+        raise SystemExit(
+            "A batch sampler, a sampler other than shuffle=True, and drop_last need GlobalBatches to match."
+        )
+    return Shared(loader, GlobalBatches(samples, loader.batch_size, rank, world, shuffles=shuffles, seed=seed), device)
 
 
-def evaluating(loader: DataLoader[Any], device: torch.device, rank: int, world: int) -> Iterator[Any]:
-    """Yield this rank's parts of the loader's batches: each sample once over all ranks, in ascending order."""
-    size = loader.batch_size or loader.batch_sampler.size
+def evaluating(loader: Any, models: list[nn.Module], device: torch.device, rank: int, world: int) -> Iterator[Any]:
+    """Yield this rank's parts of the loader's batches: each sample once over all ranks, in ascending order.
+
+    The models are in evaluation mode, and no gradients are computed.
+    """
+    if isinstance(loader, Shared):
+        size, loader = loader.batches.size, loader._loader
+    elif type(loader.sampler) not in (SequentialSampler, RandomSampler) or loader.batch_size is None:
+        raise SystemExit("A sampler that leaves samples out needs EvaluationBatches to match.")
+    else:
+        size = loader.batch_size
     batches = EvaluationBatches(len(loader.dataset), size, rank, world, shuffles=False)
-    options = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
-    yield from on_device(DataLoader(loader.dataset, batch_sampler=batches, **options), device)
-
-
-def on_device(batches: Any, device: torch.device) -> Iterator[Any]:
-    """Yield the batches on the device."""
-    for batch in batches:
-        yield moved(batch, device)
+    training = [model for model in models if model.training]
+    for model in training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield from Shared(loader, batches, device)
+    finally:
+        for model in training:
+            model.train()
 
 
 def moved(part: Any, device: torch.device) -> Any:
@@ -130,7 +154,9 @@ def mean_of(value: Any, count: Any, device: torch.device) -> Tensor:
 
 
 def gathered(rows: Tensor, world: int) -> Tensor:
-    """Return the ranks' rows, one rank after the other."""
+    """Return the ranks' rows, one rank after the other, without gradients."""
+    if rows.requires_grad:
+        raise SystemExit("torch.distributed.nn.functional.all_gather gathers with gradients; use it here.")
     parts: list[Any] = [None] * world
     dist.all_gather_object(parts, rows.detach().cpu())
     return torch.cat(parts).to(rows.device)

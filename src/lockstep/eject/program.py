@@ -216,24 +216,39 @@ class AllReduce(torch.autograd.Function):
         return gradient
 
 
-class SyncBatchNorm(nn.BatchNorm2d):
-    """BatchNorm over the samples of all ranks. torch.nn.SyncBatchNorm does this on GPUs alone."""
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over the samples of all ranks, on CPUs. torch.nn.SyncBatchNorm needs GPUs."""
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        local_sums = torch.cat([x.sum((0, 2, 3)), x.new_tensor([x.numel() // x.shape[1]])])
+        dtype, x = x.dtype, x.to(self.weight.dtype)  # more than half precision
+        axes = (0, *range(2, x.dim()))
+        local_sums = torch.cat([x.sum(axes), x.new_tensor([x.numel() // x.shape[1]])])
         total = AllReduce.apply(local_sums)
         count = total[-1]
-        mean = total[:-1] / count
-        x = x - mean[:, None, None]
-        variance = AllReduce.apply(x.square().sum((0, 2, 3))) / count
+        mean, shape = total[:-1] / count, (-1, *[1] * (x.dim() - 2))
+        x = x - mean.view(shape)
+        variance = AllReduce.apply(x.square().sum(axes)) / count
         with torch.no_grad():
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
             self.num_batches_tracked += 1
         scale = self.weight / (variance + self.eps).sqrt()
-        return x * scale[:, None, None] + self.bias[:, None, None]
+        return (x * scale.view(shape) + self.bias.view(shape)).to(dtype)
+
+
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return the model with BatchNorm layers whose statistics are those of all ranks."""
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            module.__class__ = SyncBatchNorm
+    return model
 
 
 def learning_rate(step: int, steps_per_epoch: int) -> float:
@@ -286,7 +301,7 @@ def evaluate(model: nn.Module, images: Any, labels: Any, device: torch.device, r
                 scores = model(x).float()
         else:
             scores = model(x)
-        sums += torch.stack([(scores.argmax(1) == y).sum(), F.cross_entropy(scores, y, reduction="sum")])
+        sums += torch.stack([(scores.argmax(1) == y).sum(), IS.test_loss])
     model.train()
     if IS.ranks:
         dist.all_reduce(sums)
@@ -329,7 +344,12 @@ def main(options: argparse.Namespace) -> None:
             rank, world = dist.get_rank(), dist.get_world_size()
     if IS.tf32:
         torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
+    if not IS.on_cpu:
+        torch.backends.cudnn.allow_tf32 = IS.allows_tf32
+    if IS.ranks and IS.cifar:
+        if rank == 0:  # downloads, if need be, before the others read
+            read_data()
+        dist.barrier()
 
     if IS.folder:
         images, test_images = photographs()
@@ -338,17 +358,15 @@ def main(options: argparse.Namespace) -> None:
     steps_per_epoch = len(images) // BATCH if IS.drops_last else math.ceil(len(images) / BATCH)
     torch.manual_seed(SEED)  # the same initial weights on every rank
     model = IS.model
-    if IS.own_sync:
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.__class__ = SyncBatchNorm
-    if IS.torch_sync:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if IS.syncs:
+        model = synchronised(model, device)
     model.to(device, DTYPE)
     if IS.channels_last:
         model.to(memory_format=torch.channels_last)
     if options.weights:
         load_weights(model, options.weights)
+    if IS.ranks:
+        torch.manual_seed(SEED + rank)  # dropout differs between ranks
     if IS.averages:
         average = copy.deepcopy(model).requires_grad_(False)
     if IS.compiled:

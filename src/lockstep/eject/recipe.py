@@ -34,13 +34,28 @@ _REFUSED = {
     "lr-scale": "learning rates by parameter",
     "freeze": "frozen parameters",
     "init-from": "initial weights from a file (the file takes --weights of the same model)",
-    "step": "a step function of your own; lockstep eject train.py turns a loop over a session into plain PyTorch",
-    "metric": "a metric of your own",
+    "step": "a step function; lockstep eject train.py turns a loop over a session into plain PyTorch",
     "holdout": "a validation set taken from the training set",
     "patience": "an early end by score",
-    "skip-corrupt": "skipping images that cannot be decoded",
+    "skip-corrupt": "leaving out images that cannot be decoded",
+    "deterministic": "deterministic algorithms; call torch.use_deterministic_algorithms there",
+    "nodes": "a number of nodes; start the ranks by torchrun, by hand or in Slurm",
+    "resume": "an optimizer's state; the file takes --weights",
+    "draws": "the draws of one device on several ranks",
 }
-"""Options that change what is trained, and have no plain form here."""
+"""Options that have no plain form, with what they do."""
+_HONOURED = {
+    *("model", "classes", "data", "data-dir", "workers", "augment", "image-size", "optimizer", "lr", "momentum"),
+    *("nesterov", "weight-decay", "schedule", "milestones", "gamma", "warmup", "lr-rule", "base-batch", "clip", "loss"),
+    *("label-smoothing", "ema", "batch", "accumulate", "micro-batch", "eval-batch", "drop-last", "strategy", "devices"),
+    *("gpus", "accelerator", "launcher", "init-method", "rank", "world-size", "batchnorm", "precision"),
+    *("channels-last", "compile", "epochs", "max-steps", "eval-every", "seed", "log-every"),
+}
+_WITHOUT_EFFECT = {
+    *("samples", "download", "collate", "metric", "on-device", "max-restarts", "interface", "timeout", "stall-timeout"),
+    *("collectives", "checkpoint-every", "output", "quiet", "verify-every", "ledger"),
+}
+"""Options that do not change what is trained."""
 _NOT_CARRIED = (
     "the watchdog, restarts and resuming",
     "proofs: digests of replicas, counts of samples",
@@ -63,16 +78,18 @@ def eject(config: RunConfig, command: str, *, slurm: bool = False, language: str
 
     Raises `RequestError` for options that have no plain form.
     """
-    for sentence in _refusals(config):
+    for sentence in _refusals(config, slurm=slurm):
         raise RequestError(sentence)
-    strategy = resolved(config.parallel.strategy, distributed=(config.parallel.devices or 1) > 1 or slurm)
+    parallel = config.parallel
+    is_distributed = max(parallel.devices or 1, parallel.world_size or 1) > 1 or slurm
+    strategy = resolved(parallel.strategy, distributed=is_distributed)
     if slurm and strategy not in ("ddp", "hybrid"):
         raise RequestError(f"--slurm starts several ranks, and --strategy is {strategy}; use ddp or hybrid.")
     data = _describe_data(config)
     arguments, entries, imports = _model(config, data)
     if ":" in config.optim.loss:
-        module, _, name = config.optim.loss.partition(":")
-        imports[name] = (module, name)
+        module = config.optim.loss.partition(":")[0]
+        imports[module.partition(".")[0]] = ("", f"import {module}")
     choices = _choices(config, strategy, data, arguments, slurm=slurm)
     program = cut(_PROGRAM.read_text(encoding="utf-8"), choices)
     body = clean(Linked(program, ["__main__"], entries, imports).text())
@@ -81,20 +98,28 @@ def eject(config: RunConfig, command: str, *, slurm: bool = False, language: str
     return translated(text) if language == "zh" else text
 
 
-def _refusals(config: RunConfig) -> Iterator[str]:
-    values = flatten(config)
-    for key, phrase in _REFUSED.items():
-        if values[key]:
-            yield f"lockstep eject: --{key} has no plain form: {phrase}. Leave it out, or eject the recipe without it."
+def _refusals(config: RunConfig, *, slurm: bool) -> Iterator[str]:
+    values, defaults, parallel = flatten(config), flatten(RunConfig()), config.parallel
+    for key in (key for key in values if values[key] != defaults[key]):
+        if key not in _HONOURED | _WITHOUT_EFFECT:
+            phrase = _REFUSED.get(key, "it")
+            yield f"lockstep eject: --{key} has no plain form: {phrase}. Leave it out."
     if config.optim.name == "muon":
         yield "lockstep eject: --optimizer muon has no plain form, as it takes two optimizers; use sgd or adamw."
     if config.data.name == "fake" or ":" in config.data.name:
         yield (
             f"lockstep eject: --data {config.data.name} has no plain form; eject digits, cifar10, cifar100 or "
-            "imagefolder, and put your own reader in the place of read_data."
+            "imagefolder, and put your reader in the place of read_data."
         )
-    if config.batch.draws == "global":
-        yield "lockstep eject: --draws global has no plain form; use --draws rank."
+    if config.precision.name == "auto":
+        yield "lockstep eject: --precision auto depends on the hardware; name one."
+    drives_all = parallel.strategy in ("dp", "hybrid")
+    if parallel.gpus and not drives_all:
+        yield "lockstep eject: --gpus has a plain form for dp and hybrid only; set CUDA_VISIBLE_DEVICES."
+    if drives_all and parallel.batchnorm == "sync":
+        yield f"lockstep eject: --batchnorm sync cannot work under --strategy {parallel.strategy}."
+    if slurm and (parallel.launcher == "spawn" or parallel.has_rendezvous_url):
+        yield "lockstep eject: --slurm starts the ranks; leave out --launcher and --init-method."
 
 
 def _describe_data(config: RunConfig) -> _Data:
@@ -103,6 +128,10 @@ def _describe_data(config: RunConfig) -> _Data:
         return _Data((1, 8, 8), 10, (digits.MEAN,), (digits.STD,))
     if name == "imagefolder":
         root, size = config.data.dir / "train", config.data.image_size
+        if root.is_dir() and folder.folders(config.data)["test"] != "val":
+            raise RequestError(
+                f"lockstep eject: {config.data.dir} has a test folder, and the file evaluates val; move it."
+            )
         classes = config.model.classes or (sum(item.is_dir() for item in root.iterdir()) if root.is_dir() else 0)
         if not classes:
             raise RequestError(f"lockstep eject: {root} is not there to count its classes; add --classes N.")
@@ -140,7 +169,7 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
     syncs = has_batchnorm and strategy == "ddp" and parallel.batchnorm != "local"
     paths = {"digits": Code('Path(__file__).with_name("digits.npz")'), "imagefolder": str(config.data.dir)}
     smoothing = f", label_smoothing={optimizer.label_smoothing!r}" * bool(optimizer.label_smoothing)
-    own_loss = optimizer.loss.partition(":")[2] if ":" in optimizer.loss else ""
+    loss = optimizer.loss.replace(":", ".") if ":" in optimizer.loss else "F.cross_entropy"
     name = precision.name
     called = "net" if strategy != "single" or name in ("bf16", "fp16") else "model"
     return Choices(
@@ -155,17 +184,17 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         slurm=slurm,
         on_cpu=on_cpu,
         devices=parallel.devices or 1,
-        device_ids=[*parallel.gpu_indices] or None,
+        device_ids=[*parallel.gpu_indices] or ([*range(parallel.devices)] if parallel.devices else None),
         world_size=parallel.world_size or 1,
         init_method=parallel.init_method,
         model=model,
-        own_sync=syncs and parallel.accelerator != "cuda",
-        torch_sync=syncs and parallel.accelerator == "cuda",
+        syncs=syncs,
         compiled=precision.compile,
         channels_last=precision.channels_last == "on" or (precision.channels_last == "auto" and not on_cpu),
         averages=optimizer.ema is not None,
         ema=optimizer.ema or 0.0,
         digits=config.data.name == "digits",
+        cifar=config.data.name.startswith("cifar"),
         folder=is_folder,
         reader=Code("datasets.CIFAR10" if config.data.name == "cifar10" else "datasets.CIFAR100"),
         data_path=paths.get(config.data.name, str(config.data.dir)),
@@ -179,7 +208,7 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         image_size=config.data.image_size,
         workers=4 if config.data.workers is None else config.data.workers,
         batch=batch.size,
-        eval_batch=batch.eval_batch or batch.size,
+        eval_batch=batch.eval_batch or -(-batch.size // accumulate),
         accumulates=accumulate > 1,
         accumulate=accumulate,
         drops_last=batch.drop_last,
@@ -191,10 +220,12 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         seed=config.seed,
         double=name == "fp64",
         tf32=name == "tf32",
+        allows_tf32=Code(name == "tf32"),
         half=name in ("bf16", "fp16"),
         dtype=Code(f"torch.{'bfloat16' if name == 'bf16' else 'float16'}"),
         scales=name == "fp16",
-        loss=Code(f'{own_loss or "F.cross_entropy"}({called}(x), y, reduction="sum"{smoothing})'),
+        loss=Code(f'{loss}({called}(x), y, reduction="sum"{smoothing})'),
+        test_loss=Code(f'{loss}(scores, y, reduction="sum")'),
         sgd=optimizer.name == "sgd",
         lr=optim.peak_lr(optimizer, batch.size),
         momentum=optimizer.momentum,
@@ -250,7 +281,9 @@ def _header(config: RunConfig, choices: Choices, command: str, data: _Data) -> s
     elif choices.ranks and not choices.spawn:
         start = f"torchrun --nproc-per-node {choices.devices if choices.ddp else 1} train.py"
     lines = [f"{config.model.name} on {config.data.name}, in plain PyTorch.", "", f"    {start}", ""]
-    origin = f"Written by lockstep {version_of('lockstep-torch')}; its losses are those of the run. Config {digest}:"
+    origin = (
+        f"Written by lockstep {version_of('lockstep-torch')}. In float64 its losses are the run's. Config {digest}:"
+    )
     lines += [origin, *textwrap.wrap(command, 110, initial_indent="    ", subsequent_indent="        "), ""]
     lines += ["Not carried over:", *(f"- {phrase}" for phrase in _NOT_CARRIED)]
     if choices.digits:

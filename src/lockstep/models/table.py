@@ -80,7 +80,8 @@ def source(name: str, *, classes: int, shape: tuple[int, ...]) -> tuple[str, Pat
         return attribute, None, module, _accepted(user_code.load("--model", name), arguments)
     if (builtin := _find_builtin(name)) is None:
         plain = _torchvision_name(name)
-        return "models.get_model", None, "torchvision", {"name": plain, "weights": None, "num_classes": classes}
+        options = {"name": plain, "weights": None, "num_classes": classes} | torchvision.options(plain, shape)
+        return "models.get_model", None, "torchvision", options
     file, attribute, options = builtin
     builder = getattr(importlib.import_module(f".{file}", __package__), attribute)
     return attribute, Path(__file__).with_name(f"{file}.py"), "", options | _accepted(builder, arguments)

@@ -30,19 +30,25 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     from torchvision import models
 
     _, height, width = shape
-    options: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
-    if name.startswith("vit_"):
-        options["image_size"] = width
-    if name.startswith("maxvit"):
-        options["input_size"] = (height, width)
     try:
-        model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
+        model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options(name, shape))
     except (ValueError, AssertionError) as error:
         raise RequestError(
             f"Model {name!r} of torchvision cannot take {height}×{width} images ({error}); use --image-size 224, "
             f"for which it is made, or {_INSTEAD}, which take any size."
         ) from error
     return model
+
+
+def options(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return a builder's arguments for images (channels, height, width), besides the classes."""
+    _, height, width = shape
+    arguments: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
+    if name.startswith("vit_"):
+        arguments["image_size"] = width
+    if name.startswith("maxvit"):
+        arguments["input_size"] = (height, width)
+    return arguments
 
 
 def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
