@@ -214,11 +214,11 @@ class AllReduce(torch.autograd.Function):
         return gradient
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """BatchNorm over the samples of all ranks, on CPUs. torch.nn.SyncBatchNorm needs GPUs."""
 
     def _check_input_dim(self, x: Tensor) -> None:
-        pass
+        pass  # of any dimension
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

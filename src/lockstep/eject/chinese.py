@@ -25,6 +25,7 @@ COMMENTS = {
     "Optical Recognition of Handwritten Digits: E. Alpaydin, C. Kaynak, 1998, UCI, CC BY 4.0.": (
         "数据：Optical Recognition of Handwritten Digits，E. Alpaydin, C. Kaynak, 1998, UCI, CC BY 4.0。"
     ),
+    "of any dimension": "任意维度",
     "more than half precision": "高于半精度",
     "dropout differs between ranks": "各 rank 的 dropout 不同",
     "downloads, if need be, before the others read": "必要时先下载，其他 rank 再读取",
@@ -84,6 +85,12 @@ COMMENTS = {
     "Train.": "训练。",
     "Run one of this host's ranks.": "运行本机的一个 rank。",
     # plain.py
+    "Batches are divided and weighted as by a session; their order differs.": (
+        "batch 的划分和加权与 session 相同；顺序不同。"
+    ),
+    "Not carried over: resuming and checkpoints, records (log, score), proofs, the watchdog.": (
+        "未包含：断点续训与检查点、记录（log、score）、证明、看门狗。"
+    ),
     "Rank 0 prints.": "只有 rank 0 打印。",
     "torch synchronises statistics on GPUs only": "torch 只能在 GPU 上同步统计量",
     "Join the ranks that torchrun has started; return (rank, world size, device).": (
@@ -171,9 +178,7 @@ COMMENTS = {
         "- 记录：steps.jsonl、TensorBoard、带优化器状态的检查点"
     ),
     "- draws of dropout: they differ from the run's": "- dropout 的随机数：与原来的运行不同",
-    "It reads digits.npz beside it, from lockstep/data in the package.": (
-        "它读取同一目录下的 digits.npz，来自软件包的 lockstep/data。"
-    ),
+    "It reads digits.npz beside it; copy it from the package:": "它读取同一目录下的 digits.npz；请从软件包中复制：",
 }
 """{English: Chinese}"""
 _PATTERNS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import RequestError
+from ..versions import version_of
 from .chinese import translated
 from .cut import Edit, Text, clean
 from .link import Linked, import_lines, imports_of
@@ -27,6 +28,11 @@ _OF_INNER = (
     "named_modules",
 )
 """Attributes that are those of the model within the wrapper."""
+_HEADER = """\
+# Written by lockstep {version} from {name}. Start it by torchrun --nproc-per-node 2 FILE
+# Batches are divided and weighted as by a session; their order differs.
+# Not carried over: resuming and checkpoints, records (log, score), proofs, the watchdog.
+"""
 _NAMES = {"rank", "world", "device"}
 """Names that the plain code defines."""
 _CALLS = {"sum": "summed({0}, device)", "max": "largest({0}, device)", "gather": "gathered({0}, world)"}
@@ -91,7 +97,7 @@ class _Ejection:
                     prepared.loaders.add(name)
                 elif name in called:
                     prepared.models.add(name)
-                elif "optim" not in value.lower() and "schedule" not in value.lower():
+                elif f"{name}.step" not in called and "schedule" not in value.lower():
                     raise self._refuse(node, f"{name} is neither a model that is called, nor a DataLoader or optimizer")
         return prepared
 
@@ -293,7 +299,9 @@ class _Ejection:
         imports = "\n".join(import_lines(needed.imports | imports_of(source)))
         start, stop = source.line_start(nodes[0].lineno), source.line_start((nodes[-1].end_lineno or 0) + 1)
         rest = text[stop:].strip("\n")
-        result = clean(f"{text[:start]}{imports}\n\n\n{needed.body()}\n\n{rest}\n")
+        header = _HEADER.format(name=self._path.name, version=version_of("lockstep-torch"))
+        end = "if dist.is_initialized():\n    dist.destroy_process_group()\n"
+        result = clean(f"{header}{text[:start]}{imports}\n\n\n{needed.body()}\n\n{rest}\n\n{end}")
         ast.parse(result)
         return result
 

@@ -3,7 +3,6 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import sys
@@ -26,7 +25,6 @@ def join() -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    atexit.register(dist.destroy_process_group)
     if dist.get_rank():
         # Rank 0 prints.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123

@@ -287,5 +287,6 @@ def _header(config: RunConfig, choices: Choices, command: str, data: _Data) -> s
     lines += [origin, *textwrap.wrap(command, 110, initial_indent="    ", subsequent_indent="        "), ""]
     lines += ["Not carried over:", *(f"- {phrase}" for phrase in _NOT_CARRIED)]
     if choices.digits:
-        lines += ["", "It reads digits.npz beside it, from lockstep/data in the package."]
+        copy = "cp $(python -c 'import lockstep.data as data; print(data.__path__[0])')/digits.npz ."
+        lines += ["", "It reads digits.npz beside it; copy it from the package:", f"    {copy}"]
     return "\n".join(lines) + "\n"
