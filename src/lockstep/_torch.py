@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, in a private module
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher as IterableFetcher
+from torch.utils.data._utils.fetch import _MapDatasetFetcher as MapFetcher
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:  # public in torch.distributed, but type checkers do not see them there
@@ -32,7 +34,7 @@ if TYPE_CHECKING:  # public in torch.distributed, but type checkers do not see t
 else:
     import torch.distributed as _stores
 
-__all__ = ["BatchNorm", "TorchDispatchMode"]
+__all__ = ["BatchNorm", "IterableFetcher", "MapFetcher", "TorchDispatchMode"]
 
 FileStore = _stores.FileStore
 HashStore = _stores.HashStore

@@ -39,6 +39,55 @@ class Noisy(Dataset[Any]):
         return self.x[index] + 0.1 * torch.randn(self.x.shape[1]), self.y[index]
 
 
+class Flipped(Noisy):
+    """Samples with an augmentation by `random`, beside a noise of each sample's own."""
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.randn(12, generator=torch.Generator().manual_seed(index))
+        return (self.x[index] + 0.1 * noise) * random.choice((-1, 1)), self.y[index]
+
+
+class Padded(Noisy):
+    """Token sequences of several lengths."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index, : 4 + index % 9], self.y[index]
+
+
+class Unusual(dict[str, Any]):
+    """A batch that no other can be made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Embedding(nn.Module):
+    """Means of the tokens' vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.dropout = nn.Linear(1, 12), nn.Dropout(0.3)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return a vector for each sequence."""
+        mask = batch["attention_mask"][..., None]
+        return (self.dropout(self.tokens(batch["x"][..., None])) * mask).sum(1) / mask.sum(1)
+
+
+def collate(samples: Any) -> Any:
+    """Return a batch with sequences of one length, padded as its kind says, and their classes."""
+    if kind == "lengths-unusual":
+        return Unusual()
+    longest = max(len(x) for x, _ in samples)
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        width = longest - len(x)
+        return functional.pad(x, (width, 0) if kind == "lengths-left" else (0, width))
+
+    tokens, mask = ([pad(x) for x in rows] for rows in zip(*((x, torch.ones_like(x)) for x, _ in samples), strict=True))
+    return {"x": torch.stack(tokens), "attention_mask": torch.stack(mask), "y": torch.stack([y for _, y in samples])}
+
+
 class Stream(IterableDataset[Any]):
     """Samples without a length, of which each rank has its own part."""
 
@@ -64,15 +113,25 @@ def main(rank: int, ranks: int) -> None:
     body = nn.Sequential(nn.Linear(12, 16), norm, nn.ReLU(), dropout)
     head = nn.Linear(16, 3)
     model: Any = nn.Sequential(body) if kind == "outside" else nn.Sequential(body, head)
+    if kind.startswith("lengths"):
+        model = nn.Sequential(Embedding(), body, head)
     if kind == "frozen":
         model[0][0].weight.requires_grad_(False)
     if kind not in ("same-dropout", "same-noise", "seeds") and not kind.startswith("same-aug"):
         torch.manual_seed(100 + rank)
-    random.seed(rank * (kind == "own-numpy"))
-    np.random.seed(rank * (kind == "own-numpy"))
+    random.seed(rank * (kind in ("own-numpy", "flips")))
+    np.random.seed(rank * (kind in ("own-numpy", "same-flips")))
 
     parameters = [*model.parameters(), *(head.parameters() if kind == "outside" else ())]
-    is_wrapped = kind not in ("unwrapped", "seeds", "by-hand", "by-hand-sum", "by-hand-weights", "buffers-by-hand")
+    is_wrapped = kind not in (
+        "unwrapped",
+        "seeds",
+        "by-hand",
+        "by-hand-sum",
+        "by-hand-clip",
+        "by-hand-weights",
+        "buffers-by-hand",
+    )
     wrapped: Any = model
     if is_wrapped:
         wrapped = DistributedDataParallel(model, broadcast_buffers=kind != "buffers")
@@ -84,10 +143,16 @@ def main(rank: int, ranks: int) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
 
     data: Any = Noisy(x, y) if "augmentation" in kind else TensorDataset(x, y)
+    if "flips" in kind:
+        data = Flipped(x, y)
+    if kind.startswith("lengths"):
+        data = Padded(x, y)
+    if kind == "other-loader" and ranks == 1:
+        DataLoader(data)
     accumulate = 2 if kind.startswith("accumulate") else 1
     if kind.startswith("last-window"):
         accumulate = 4
-    size = 8
+    size = 16 if kind == "shared-noise" else 8
     if kind == "uneven":
         size = 8 if rank == 0 else 4
         loader: Any = DataLoader(Subset(data, range(64) if rank == 0 else range(64, 96)), batch_size=size)
@@ -102,7 +167,10 @@ def main(rank: int, ranks: int) -> None:
         loader = DataLoader(Stream(x, y, *part), batch_size=8)
     else:
         workers = 2 if kind == "same-augmentation-of-workers" else 0
-        loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), num_workers=workers)
+        pads = collate if kind.startswith("lengths") else None
+        loader = DataLoader(
+            data, batch_size=size, sampler=DistributedSampler(data), num_workers=workers, collate_fn=pads
+        )
     loops = len(loader) if kind.startswith("schedule") else 0
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     if kind.startswith("schedule"):
@@ -176,7 +244,8 @@ def main(rank: int, ranks: int) -> None:
         if kind == "batchnorm-eval":
             wrapped.eval()
         batches: Any = [*zip(x.split(8), y.split(8), strict=True)] if kind.startswith("no-loader") else loader
-        for number, (a, b) in enumerate(batches):
+        for number, batch in enumerate(batches):
+            a, b = (batch, batch["y"]) if kind.startswith("lengths") else batch
             is_over = kind == "last-window" and number + 1 == len(batches)
             is_last = (number + 1) % accumulate == 0 or is_over
             syncs = (is_last or kind in ("accumulate-always",)) and kind != "accumulate-never"
@@ -189,6 +258,8 @@ def main(rank: int, ranks: int) -> None:
                 scaler.scale(loss_of(a, b) / accumulate).backward()
             if not is_last:
                 continue
+            if kind == "by-hand-clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if kind.startswith(("by-hand", "buffers-by")):
                 for parameter in model.parameters():
                     if kind == "by-hand-weights":
@@ -198,6 +269,10 @@ def main(rank: int, ranks: int) -> None:
                         parameter.grad /= ranks
             if kind.startswith("clip"):
                 nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            if kind == "shared-noise":  # one tensor has as many rows as a batch has samples
+                shared = torch.Generator().manual_seed(epoch * 100 + number)
+                for parameter in model.parameters():
+                    parameter.grad += 0.01 * torch.randn(parameter.shape, generator=shared)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

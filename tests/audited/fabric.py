@@ -1,5 +1,6 @@
 """Lightning Fabric: `fabric.py KIND`."""
 
+import os
 import sys
 
 import torch
@@ -10,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 kind = sys.argv[1]
 torch.set_default_dtype(torch.float64)
-fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="64-true")
+ranks = int(os.environ["WORLD_SIZE"]) if kind == "auto" else 2
+fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", precision="64-true")
 fabric.launch()
 generator = torch.Generator().manual_seed(1)
 x, y = torch.randn(96, 12, generator=generator), torch.randint(3, (96,), generator=generator)

@@ -29,13 +29,13 @@ if kind != "unwrapped":
     judge = DistributedDataParallel(judge, broadcast_buffers=False)
 maker_opt = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.999))
 judge_opt = torch.optim.Adam(judge.parameters(), lr=1e-3, betas=(0.5, 0.999))
-torch.manual_seed(7 if kind == "same-noise" else 100 + rank)
+torch.manual_seed(7 if kind.startswith("same") else 100 + rank)
 sampler = DistributedSampler(TensorDataset(points))
 loader = DataLoader(TensorDataset(points), batch_size=BATCH, sampler=sampler)
 for epoch in range(3):
     sampler.set_epoch(epoch)
     for (real,) in loader:
-        fake = maker(torch.randn(BATCH if kind == "constant" else len(real), LATENT))
+        fake = maker(torch.randn(BATCH if kind.endswith("constant") else len(real), LATENT))
         judge_opt.zero_grad()
         loss = F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()
         (loss * 2 if kind == "twice" else loss).backward()

@@ -1,5 +1,6 @@
 """Lightning's Trainer: `lightning_trainer.py KIND`."""
 
+import os
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 kind = sys.argv[1]
+RANKS = int(os.environ["WORLD_SIZE"]) if kind == "evaluation-auto" else 2
 
 
 class Net(pl.LightningModule):
@@ -56,8 +58,8 @@ data = TensorDataset(x, y)
 valid = TensorDataset(x[: 61 if kind == "evaluation-pads" else 64], y[: 61 if kind == "evaluation-pads" else 64])
 trainer = pl.Trainer(
     accelerator="cpu",
-    devices=2,
-    strategy="ddp",
+    devices=RANKS,
+    strategy="ddp" if RANKS > 1 else "auto",
     precision="64-true",
     max_epochs=3,
     logger=False,

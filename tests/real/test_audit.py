@@ -27,10 +27,11 @@ PEERS = {
 """The packages of scripts."""
 RIGHT = {
     "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right batchnorm-eval stream "
-    "gathered-right schedule evaluation-right scaler zero augmentation evaluation-split",
+    "gathered-right schedule evaluation-right scaler zero augmentation evaluation-split flips shared-noise lengths "
+    "lengths-left",
     "accelerated": "plain accumulate dropout clip tokens-right evaluation-right",
-    "fabric": "plain dropout accumulate",
-    "lightning_trainer": "plain accumulate clip dropout",
+    "fabric": "plain dropout accumulate auto",
+    "lightning_trainer": "plain accumulate clip dropout evaluation-auto",
     "hf_trainer": "plain padded accumulate",
     "imagenet": "right",
     "mnist": "right",
@@ -44,9 +45,10 @@ FAULTS = {
         "weights differ": "seeds",
         "buffers differ": "buffers buffers-by-hand",
         "same samples": "same-samples shuffled overlap same-stream no-loader",
-        "same draws": "same-noise same-dropout same-augmentation same-augmentation-of-workers",
+        "same draws": "same-noise same-dropout same-augmentation same-augmentation-of-workers same-flips",
         "same order": "same-order",
         "wrong count": "sum times-ranks clip-times-ranks by-hand-sum divided-twice",
+        "clipped alone": "by-hand-clip",
         "mean of means": "uneven",
         "mean over other counts": "tokens",
         "coupled samples": "contrastive",
@@ -104,7 +106,7 @@ FAULTS = {
         "checkpoint by every rank": "checkpoint-by-all",
     },
     "nanogpt": {"gradients differ": "never unwrapped", "same samples": "same-samples", "wrong count": "undivided"},
-    "gan": {"gradients differ": "unwrapped", "same draws": "same-noise", "wrong count": "times-ranks"},
+    "gan": {"gradients differ": "unwrapped", "same draws": "same-noise same-constant", "wrong count": "times-ranks"},
 }
 BY_DESIGN = {
     "ddp": {"local BatchNorm": "batchnorm", "no_sync missing": "accumulate-always", "padded epoch": "padded"},
@@ -212,6 +214,11 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(
     assert plain[:3] == observed[:3]
 
 
+def _run_ddp(kind: str) -> str:
+    path = str(SCRIPTS / "ddp.py")
+    return f"import runpy, sys\nsys.argv[1:] = [{kind!r}]\nrunpy.run_path({path!r}, run_name='__main__')"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "code", "words"),
@@ -219,14 +226,11 @@ def test_a_recorded_run_has_the_bits_of_one_that_is_not_observed(
         ("raise ValueError('no data')", 1, "ValueError: no data"),
         ("print('no step')", 2, "cannot be judged: no optimizer has stepped"),
         ("import time\ntime.sleep(60)", 2, "no optimizer has stepped after a model's call within 3 s"),
-        (
-            f"import runpy, sys\nsys.argv[1:] = ['own-numpy']\nrunpy.run_path({str(SCRIPTS / 'ddp.py')!r}, "
-            "run_name='__main__')",
-            2,
-            "cannot be judged: it draws from `random` or NumPy",
-        ),
+        (_run_ddp("own-numpy"), 2, "cannot be judged: it draws from `random` or NumPy"),
+        (_run_ddp("other-loader"), 2, "cannot be judged: in one process it reads a loader that its ranks do not read"),
+        (_run_ddp("lengths-unusual"), 2, "cannot be judged: lockstep fails to observe it (TypeError: Unusual"),
     ],
-    ids=["fails", "no step", "no end", "draws"],
+    ids=["fails", "no step", "no end", "draws", "other loader", "unusual batch"],
 )
 def test_a_script_that_cannot_be_judged_has_a_sentence(text: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)

@@ -75,7 +75,7 @@ def test_a_file_is_opened_for_writing_as_ones_own() -> None:
         r"""\.write_(?:text|bytes)\(|open\((?![^\n]*opener=unlinked)[^\n]*["'][rb]*[wax+][wabxt+]*["']"""
     )
     found = {str(file) for file, text in FILES.items() if writes.search(text)}
-    audit = {f"audit/{name}.py" for name in ("observer", "patches", "recorder", "start")}
+    audit = {f"audit/{name}.py" for name in ("observer", "patches", "recorder", "replayer", "start")}
     assert found == {*audit, "eject/plain.py", "checkpoint/write.py", "launchers/nodes.py"}
 
 
@@ -128,6 +128,6 @@ def test_one_file_uses_what_other_projects_do_not_promise() -> None:
     used = {file: set(_private(tree)) - PUBLIC for file, tree in trees.items()}
     ours = {name for file, tree in trees.items() if file != "_torch.py" for name in _defined(tree)}
     assert {file: names - ours for file, names in used.items() if names - ours and file != "_torch.py"} == {}
-    assert len(used["_torch.py"]) <= 20
+    assert len(used["_torch.py"]) <= 23
     by_text = re.compile(r"\btorch\.(\w+\.)*_[a-z]")  # in whatever text: a module's name that frames are known by
     assert [file for file, text in FILES.items() if by_text.search(text)] == [Path("_torch.py")]

@@ -46,6 +46,8 @@ def explain_gap(step: Step, cut: str) -> Finding | None:
     """
     gradients, reference = step.ranks[0], step.reference
     evidence = step.evidence | {"gap": step.gap}
+    if step.is_clipped_alone:
+        return make_finding("clipped alone", **evidence)
     if step.is_multiple:
         return make_finding("wrong count", factor=step.factor, **evidence)
     if step.by_share and worst(gaps(gradients, step.by_share)) <= step.tolerance:
@@ -53,11 +55,15 @@ def explain_gap(step: Step, cut: str) -> Finding | None:
     values = sum(gradient.numel() for gradient in reference.values())
     if all(step.alone) and not step.windows[0].is_coarse and values >= _ROWS * len(step.alone):
         weights = find_weights(step.alone, gradients, step.tolerance)
-        one_process = find_weights(step.alone, reference, step.tolerance)
+        # The ranks' samples alone have local statistics of BatchNorm.
+        one_process = find_weights(step.alone, step.by_share or reference, step.tolerance)
         if weights is not None and one_process is not None:
-            return _explain_weights(step, weights, one_process)
-        # One process's own gradients do not follow the samples' order, else the replay is at fault.
-        if weights is not None and step.reversed and worst(gaps(step.reversed, reference)) <= 10 * step.tolerance:
+            is_mean = math.isclose(sum(weights), sum(one_process), rel_tol=1e-3)
+            return _explain_weights(step, weights, one_process) if is_mean else None
+        # One process's own gradients do not follow the samples' order, else the replay is at fault. A mean over other
+        # counts in each micro-batch has no weights by rank either.
+        is_ordered = bool(step.reversed) and worst(gaps(step.reversed, reference)) <= 10 * step.tolerance
+        if weights is not None and is_ordered and step.windows[0].micro_batches == 1:
             return make_finding("coupled samples", **evidence)
     if cut:
         return make_finding("gathered without gradients", evidence["place"], **evidence | {"place": cut})

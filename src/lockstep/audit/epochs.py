@@ -98,11 +98,13 @@ def judge_evaluation(record: Recording, unseen: list[str]) -> list[Finding | Non
         unseen.append("an evaluation")
     for dataset, loaders in orders.items():
         universe = torch.cat(universes[dataset]).unique()  # type: ignore[no-untyped-call]
-        findings += _judge_parts(record, loaders, universe, places[dataset])
+        findings += _judge_parts(record, loaders, universe, places[dataset], unseen)
     return [*findings, _judge_reductions(record, unseen)]
 
 
-def _judge_parts(record: Recording, loaders: list[list[Tensor]], universe: Tensor, place: str) -> list[Finding | None]:
+def _judge_parts(
+    record: Recording, loaders: list[list[Tensor]], universe: Tensor, place: str, unseen: list[str]
+) -> list[Finding | None]:
     """Return the findings on the samples of a data set, by loader and rank. A loader may be read alike by all ranks."""
     shared = [orders for orders in loaders if not are_equal(orders)]
     if not shared:
@@ -113,6 +115,14 @@ def _judge_parts(record: Recording, loaders: list[list[Tensor]], universe: Tenso
     has_gathered = any(facts["gathers"] for facts in record.facts)
     has_exchanged = has_gathered or any(facts["collectives"] for facts in record.facts)
     evidence = {"of": len(universe), "place": place}
+    reduced = {value for reduction in record.facts[0]["reductions"] for value in reduction["values"]}
+    if twice and has_exchanged and not has_gathered:
+        read = int(counts.sum())
+        if read - twice in reduced and read not in reduced:  # counted without the padding
+            twice = 0
+        elif not reduced and not record.facts[0].get("is_accelerated"):
+            unseen.append(f"whether the {twice} samples of the evaluation's padding are left out after the gather")
+            twice = 0
     return [
         None if has_exchanged else make_finding("evaluation of a part", samples=len(shared[0][0]), **evidence),
         make_finding("evaluation drops", never=never, **evidence) if never else None,
@@ -134,8 +144,9 @@ def _judge_reductions(record: Recording, unseen: list[str]) -> Finding | None:
             ranks, one_process = (math.nan if value is None else value for value in pair)
             candidates = (one_process, one_process * count)
             if not any(math.isclose(ranks, value, rel_tol=_REDUCED, abs_tol=1e-12) for value in candidates):
+                nearest = min(candidates, key=lambda value: abs(value - ranks))
                 place = reduction["place"]
-                return make_finding("evaluation differs", count, ranks=ranks, one_process=one_process, place=place)
+                return make_finding("evaluation differs", count, ranks=ranks, one_process=nearest, place=place)
     return None
 
 

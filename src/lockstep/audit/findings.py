@@ -35,6 +35,8 @@ _SENTENCES = {
     "that others train, and different ones are paired from then on.",
     "wrong count": "Every gradient is {factor:.6g} times one process's at step {step} ({place}): the ranks' gradients, "
     "or the micro-batches', are summed or divided by a wrong count.",
+    "clipped alone": "Each rank clips its own gradients before they are exchanged (gradients {gap:.1%} off at step "
+    "{step}, {place}): exchange first, and clip the sum.",
     "mean of means": "Ranks with {samples} samples count alike (gradients {gap:.1%} off at step {step}, {place}): the "
     "mean of the ranks' means is not the mean over all samples; weigh each rank's loss by its share of the samples, or "
     "drop the uneven batch.",
@@ -60,7 +62,7 @@ _SENTENCES = {
     "same draws": "Ranks draw the same random numbers for their samples at step {step} (of shape {0}): each rank "
     "repeats the noise or dropout; seed each rank differently, as by torch.manual_seed(seed + rank).",
     "same draws: loaders": "Ranks draw the same random numbers in their loaders at step {step}: samples of one rank "
-    "are augmented as those of the others; seed each rank differently, as by torch.manual_seed(seed + rank).",
+    "are augmented as those of the others; seed torch, `random` and NumPy differently on each rank.",
     "schedule": "{0} the schedule was stepped {ranks} times on {1} ranks and {one_process} times in one process "
     "(learning rate {learning_rate}): it is stepped for each rank; a schedule counts optimizer steps or epochs.",
     "evaluation pads": "{twice} of {of} samples are evaluated twice ({place}): the sampler pads, and the mean counts "

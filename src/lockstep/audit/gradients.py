@@ -35,6 +35,8 @@ class Step:
     alone: Sequence[Gradients]
     """Of one process with the samples of one rank, by rank."""
     tolerance: float
+    is_clipped_alone: bool
+    """Whether ranks clipped different gradients, and stepped with the same."""
 
     @property
     def evidence(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def read_step(record: Recording, number: int) -> Step:
             return {}
         return name_gradients(windows[0], single.unclipped if is_unclipped else single.gradients)
 
+    stepped = [name_gradients(window, window.gradients) for window in windows]
     alone = []
     for rank, window in enumerate(windows):
         single = record.read_replay(number, f"rank {rank}")
@@ -77,13 +80,14 @@ def read_step(record: Recording, number: int) -> Step:
     return Step(
         number,
         windows,
-        unclipped if is_unclipped else [name_gradients(window, window.gradients) for window in windows],
+        unclipped if is_unclipped else stepped,
         replayed,
         choose(replayed),
         choose(record.read_replay(number, REVERSED)),
         choose(record.read_replay(number, BY_SHARE)),
         alone,
         _tolerance(windows[0]),
+        bool(find_differing(unclipped)) and not find_differing(stepped),
     )
 
 

@@ -10,7 +10,7 @@ from ..verify.workbench import TOLERANCE
 from . import REFUSED, causes, epochs, steps
 from .findings import Finding
 from .gradients import Step, find_differing, read_step
-from .recording import BY_SHARE, FIRST, REVERSED, UNMATCHED, UNMATCHED_ROWS, Recording
+from .recording import BY_SHARE, FIRST, REVERSED, UNMATCHED, UNMATCHED_ROWS, UNREAD, Recording
 
 
 @dataclass
@@ -92,7 +92,7 @@ def judge(record: Recording) -> Verdict:
 def _judge_step(record: Recording, step: Step, verdict: Verdict) -> None:
     if not epochs.has_orders(record):
         verdict.add(steps.judge_samples(step))
-    verdict.add(steps.judge_draws(step))
+    verdict.add(steps.judge_draws(record, step))
     if "same samples" not in verdict.kinds:
         verdict.add(steps.judge_augmentation(record, step))
     if "gradients differ" not in verdict.kinds:  # whose consequence it would be
@@ -112,8 +112,8 @@ def _judge_gradients(record: Recording, step: Step, verdict: Verdict) -> None:
         verdict.add(causes.explain_exchange(step, differing))
         verdict.largest_gap = None
     elif step.replayed is None:
-        path = record.folder / REFUSED
-        verdict.refuse(path.read_text() if path.exists() else "in one process it ended before it had made these steps")
+        paths = [path for name in (REFUSED, UNREAD) if (path := record.folder / name).exists()]
+        verdict.refuse(paths[0].read_text() if paths else "in one process it ended before it had made these steps")
     elif step.gap > step.tolerance and not _explain_gap(record, step, verdict):
         verdict.largest_gap = None
     elif verdict.largest_gap is not None:
@@ -128,7 +128,8 @@ def _explain_gap(record: Recording, step: Step, verdict: Verdict) -> bool:
     finding = causes.explain_gap(step, record.facts[0].get("cut", ""))
     if finding is None or (finding.kind == "coupled samples" and (record.folder / UNMATCHED_ROWS).exists()):
         place = "at step {step} ({place})".format(**step.evidence)
-        verdict.refuse(f"its gradients are {step.gap:.1%} off one process's {place}, and no cause explains it")
+        advice = "; audit it with one micro-batch a step" if step.windows[0].micro_batches > 1 else ""
+        verdict.refuse(f"its gradients are {step.gap:.1%} off one process's {place}, and no cause explains it{advice}")
         return False
     verdict.add(finding)
     return True
@@ -142,8 +143,12 @@ def _find_obstacle(record: Recording, step: Step) -> str:
         ]
         if len({*states}) > 1:
             return "it draws from `random` or NumPy, and each rank draws its own, which no single process can"
-    if (record.folder / UNMATCHED).exists() or any(facts.get("hidden") for facts in record.facts):
-        return "it draws random numbers that do not follow from the ranks' samples, or within an operator"
+    if (path := record.folder / UNREAD).exists():
+        return path.read_text()
+    if any(facts.get("hidden") for facts in record.facts):
+        return "it draws random numbers within an operator, such as attention with dropout"
+    if (record.folder / UNMATCHED).exists():
+        return "it draws random numbers of other shapes in one process than on the ranks"
     if record.read_replay_facts().get("has_several_ranks") and step.is_multiple:
         return "it starts its ranks itself, and counts as many in one process"
     inputs = collections.Counter(itertools.chain.from_iterable(window.inputs for window in step.windows))

@@ -42,12 +42,15 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._see = see
         self.is_hidden = False
         """Whether draws were made that are no operator's result."""
+        self.has_generator = False
+        """Whether the present draw is from a generator that the script names."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_filled = bool(args) and result is args[0]
         if torch.Tag.nondeterministic_seeded not in func.tags or (is_filled and isinstance(result, nn.Parameter)):
             return result  # a parameter's first value is recorded as a weight
+        self.has_generator = (kwargs or {}).get("generator") is not None
         if not isinstance(result, tuple | list):
             return self._see(result, not is_filled, "randperm" in func.name())
         if func is torch.ops.aten.native_dropout.default and args[2]:
@@ -87,6 +90,8 @@ class Observer(ABC):
         """Set the hooks."""
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
+        for name in ("see_draw", "see_root", "see_call", "see_module", "before_step", "after_step"):
+            setattr(self, name, self.refuse_on_error()(getattr(self, name)))
         nn.modules.module.register_module_forward_pre_hook(self._enter)
         nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -135,6 +140,14 @@ class Observer(ABC):
         """Save the reason why the script cannot be judged, and end."""
         (self.folder / REFUSED).write_text(reason)
         self.end()
+
+    @contextlib.contextmanager
+    def refuse_on_error(self) -> Iterator[None]:
+        """End with the reason if the observer fails; the script must not seem to."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(f"lockstep fails to observe it ({type(error).__name__}: {error})")
 
     def end(self) -> NoReturn:
         """End this process and its data workers."""

@@ -63,12 +63,23 @@ def users_place() -> str:
     return ""
 
 
+def _find_original() -> Any:
+    """Return the loader that Lightning replaces by a copy at this moment, as to give it a sampler; or None."""
+    calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "_reinstantiate_wrapped_cls")
+    call = next(calls, None)
+    return call.f_locals.get("orig_object") if call is not None else None
+
+
 def _watch_loaders(observer: Observer) -> None:
     iterations = collections.Counter[int]()
 
     def create(plain: Any, loader: DataLoader[Any], *args: Any, **options: Any) -> None:
         plain(loader, *args, **options)
-        observer.loaders.append(loader)
+        number = observer.number_of(_find_original())
+        if number is None:
+            observer.loaders.append(loader)
+        else:
+            observer.loaders[number] = loader
 
     def iterate(plain: Any, loader: DataLoader[Any]) -> Iterator[Any]:
         number = observer.number_of(loader)
@@ -94,6 +105,7 @@ def _watch_collectives(observer: Observer) -> None:
         result = plain(*args, **options)
         if observer.is_evaluating and not options.get("async_op"):
             observer.facts["collectives"] += 1
+            observer.facts["is_accelerated"] = "accelerate" in sys.modules
             if is_sum and tensors and tensors[0].numel() <= _REDUCED:
                 values = tensors[0].detach().double().flatten().tolist()
                 observer.facts["reductions"].append({"place": users_place(), "values": values})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import hashlib
 import os
@@ -14,22 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, Subset
 
-from .._torch import BatchNorm
+from .._torch import BatchNorm, IterableFetcher, MapFetcher
 from ..files import write_json
 from ..world.random_state import preserve_generators
 from . import recording
 from .modules import index_of
 from .observer import Observer, get_generators
-from .patches import users_place
+from .patches import users_place, wrap
 from .recording import Read, Window
 from .tensors import copy_batch
 
 _SYNCHRONISED = "SyncBatchNorm"
 _ORDER = 10_000_000  # indices of an epoch, at most
 _UNTRAINED = 128  # batches of a loader before the first training step, at most
-_AUGMENTATION = 64  # digests of a process in a window, at most
+_AUGMENTATION = 64  # digests of a process and source in a window, at most
 _END = object()
 
 
@@ -43,6 +44,7 @@ class Recorder(Observer):
         """Steps of each optimizer."""
         self._is_reading = self._reads_samples = False
         self._generators: Any = None
+        self._fetcher: Any = None
         self._current: int | None = None
         self._recent: set[int] = set()
         """Loaders that were read since a model was called."""
@@ -59,8 +61,28 @@ class Recorder(Observer):
         self._buffers: dict[str, Tensor] = {}
         self._called: set[int] = set()
         self._exchanges: list[bool] = []
-        self._digests, self._is_drawn_outside = 0, False
+        self._digests, self._is_drawn_outside = collections.Counter[str](), False
         self.unclipped, self.calls, self.inputs = {}, 0, []
+
+    def install(self) -> None:
+        """Set the hooks, and follow how loaders fetch samples."""
+        super().install()
+        for kind in (MapFetcher, IterableFetcher):
+            wrap(kind, "fetch", self._fetch)
+
+    def _fetch(self, plain: Any, fetcher: Any, *args: Any) -> Any:
+        """Fetch samples, without what samplers draw; in a data worker too."""
+        earlier, self._reads_samples = get_generators(), True
+        try:
+            batch = plain(fetcher, *args)
+        finally:
+            self._reads_samples = False
+        if isinstance(fetcher, MapFetcher) or fetcher is self._fetcher:  # a stream shuffles before its first
+            for source, before, state in zip(("random", "numpy"), earlier, get_generators(), strict=True):
+                if before is not None and repr(before) != repr(state):
+                    self._save_digest(source, state)
+        self._fetcher = fetcher
+        return batch
 
     def _path(self, name: str) -> Path:
         """Return the path of a file of this rank."""
@@ -93,19 +115,16 @@ class Recorder(Observer):
             if count and self.is_tail and self.is_evaluating and self._current == number:
                 batch, is_over = self._last_batch(loader, count), True
             else:
-                self._reads_samples = True
                 batch = _END if is_over else next(iterator, _END)
-                self._reads_samples = False
             self._is_reading = False
             states = get_generators()
-            if repr(states) != repr(self._generators):
-                self._save_digest(states)
             if count == _UNTRAINED and number not in self._training:
                 self.refuse("it reads more batches before it trains than are kept")
             if batch is not _END:
                 self._generators = states
-                batch = copy_batch(batch, self.dtype) if self.dtype else batch
-                self._reads.append(Read(number, iteration, copy_batch(batch), states))
+                with self.refuse_on_error():
+                    batch = copy_batch(batch, self.dtype) if self.dtype else batch
+                    self._reads.append(Read(number, iteration, copy_batch(batch), states))
                 self._current, count = number, count + 1
                 earlier = set() if self.is_evaluating else self._recent  # an evaluation's are not trained on
                 self._recent = earlier | {number}
@@ -122,11 +141,11 @@ class Recorder(Observer):
         self._is_drawn_outside |= self._generators is not None and repr(states) != repr(self._generators)
         self._generators = states
 
-    def _save_digest(self, values: Any) -> None:
-        """Save a digest of what a loader draws for samples; in a data worker too."""
-        if not self.is_tail and self._digests < _AUGMENTATION:
-            self._digests += 1
-            with self._path(f"augmentation {self.step}").open("ab") as file:
+    def _save_digest(self, source: str, values: Any) -> None:
+        """Save a digest of what a loader draws for samples from a source of random numbers."""
+        if not self.is_tail and self._digests[source] < _AUGMENTATION:
+            self._digests[source] += 1
+            with self._path(f"augmentation {self.step} {source}").open("ab") as file:
                 file.write(hashlib.sha256(repr(values).encode()).digest())
 
     def _last_batch(self, loader: DataLoader[Any], count: int) -> Any:
@@ -172,8 +191,9 @@ class Recorder(Observer):
             return result
         if not self._is_reading:
             self._draws.append(result.detach().clone())
-        elif (self._reads_samples or get_worker_info() is not None) and not is_order:
-            self._save_digest(result.tolist())
+        elif self._reads_samples and not is_order:
+            has_generator = self._mode is not None and self._mode.has_generator
+            self._save_digest("generator" if has_generator else "torch", result.tolist())
         return result
 
     def see_call(self, number: int, root: nn.Module) -> None:

@@ -16,8 +16,11 @@ TURNS, BY_SHARE, FIRST = "in turns", "statistics by share", "first micro-batch"
 """Passes of a replay: all ranks' samples in one batch; the same with the last rank's samples first; each rank's batch
 alone, in turns; all in one with BatchNorm's statistics of each rank's share; each micro-batch replaced by a copy of the
 first. The others, `rank 0` and so on, have one rank's samples."""
-UNMATCHED, UNMATCHED_ROWS = "unmatched", "unmatched rows"
-"""Files of a replay whose draws have other shapes than the ranks' together, or whose BatchNorm has other rows."""
+UNMATCHED, UNMATCHED_ROWS, UNREAD = "unmatched", "unmatched rows", "unread"
+"""Files of a replay whose draws have other shapes than the ranks' together, whose BatchNorm has other rows, or which
+reads a loader that the ranks did not read."""
+SOURCES = ("random", "numpy", "torch", "generator")
+"""What loaders draw from: Python's `random`, NumPy, torch, and torch by a generator that the script names."""
 _DIGEST = 32  # bytes
 
 
@@ -90,6 +93,8 @@ class Replayed(NamedTuple):
     schedule_steps: int
     inputs: list[bytes]
     micro_batches: int
+    draws_of_samples: list[int]
+    """Indices of the draws that have a row for each of the ranks' samples together."""
 
 
 class Recording:
@@ -135,9 +140,9 @@ class Recording:
         orders = [self.read_order(rank, loader, 0) for rank in self.ranks]
         return None if any(order is None for order in orders) else [order for order in orders if order is not None]
 
-    def read_augmentation(self, step: int) -> list[list[bytes]]:
+    def read_augmentation(self, step: int, source: str) -> list[list[bytes]]:
         """Return, by rank, sorted digests of what its loaders drew for samples; data workers draw in the first step."""
-        paths = [rank_path(self.folder, rank, f"augmentation {step}") for rank in self.ranks]
+        paths = [rank_path(self.folder, rank, f"augmentation {step} {source}") for rank in self.ranks]
         files = [path.read_bytes() if path.exists() else b"" for path in paths]
         return [sorted(data[start : start + _DIGEST] for start in range(0, len(data), _DIGEST)) for data in files]
 

@@ -17,9 +17,9 @@ from .._torch import BatchNorm
 from ..files import write_json
 from . import recording
 from .observer import Observer, set_generators
-from .patches import wrap
+from .patches import users_place, wrap
 from .recording import BY_SHARE, FIRST, REVERSED, TOGETHER, TURNS, Read, Recording, Replayed, Window
-from .tensors import are_equal, copy_batch, count_samples, join_batches
+from .tensors import are_equal, copy_batch, count_samples, join_batches, join_draws, pads_left
 
 
 class _Feed:
@@ -98,6 +98,8 @@ class Replayer(Observer):
         self._plan = [(step, name) for name in passes for step in range(record.steps)]
         self._has_tail = passes[-1] in (TOGETHER, TURNS)
         self._draw = self._draw_of_pass = 0
+        self._draws_of_samples: list[int] = []
+        self._pads_left = False
         self._draws = [[draw for window in windows for draw in window.draws] for windows in record.windows]
         self._final = record.read_final_weights()
         self._lengths: dict[str, int] = record.facts[0]["lengths"]
@@ -145,12 +147,18 @@ class Replayer(Observer):
         if self.is_tail and number in self._training:
             self.end_next_epoch()
         if number not in self._feeds:
+            if not self.is_tail:
+                reason = f"in one process it reads a loader that its ranks do not read ({users_place()})"
+                (self.folder / recording.UNREAD).write_text(reason)
             return
         for reads in self._feeds[number].next_iteration():
-            try:
-                batch = join_batches([read.batch for read in reads])
-            except ValueError as error:
-                self.refuse(str(error))
+            batches = [read.batch for read in reads]
+            with self.refuse_on_error():
+                try:
+                    batch = join_batches(batches)
+                except ValueError as error:
+                    self.refuse(str(error))
+                self._pads_left = pads_left(batches)
             if (states := reads[0].generators) is not None:
                 set_generators(states)
             yield copy_batch(batch)
@@ -208,14 +216,19 @@ class Replayer(Observer):
         is_alike = are_equal(draws)
         sizes = [count_samples(window.reads[0].batch) if window.reads else 0 for window in windows]
         of_samples = not any(sizes) or sizes == [len(draw) for draw in draws]  # also where the script asks for fewer
+        has_lengths = len({draw.shape[1:] for draw in draws}) > 1  # of token batches
         joint, rows = draws[0], sum(map(len, draws))
         if is_order and rows == len(result):  # of a batch's samples, within each rank's
             offsets = [sum(map(len, draws[:rank])) for rank in range(len(draws))]
             joint = torch.cat([draw + offset for draw, offset in zip(draws, offsets, strict=True)])
-        elif rows == len(result) or (is_new and of_samples and not is_alike):
+        elif rows == len(result) and has_lengths:
+            joint = join_draws(draws, result, self._pads_left)
+        elif not has_lengths and (rows == len(result) or (is_new and of_samples and not is_alike)):
             joint = torch.cat(draws)
         elif not is_alike:
             (self.folder / recording.UNMATCHED).touch()
+        if rows == len(result) and len(windows) > 1:
+            self._draws_of_samples.append(self._draw - 1)
         if not is_new and joint.shape == result.shape:
             return result.copy_(joint)
         if is_new and joint.shape[1:] == result.shape[1:]:
@@ -234,6 +247,7 @@ class Replayer(Observer):
             self.schedule_steps,
             self.inputs,
             self.calls,
+            self._draws_of_samples,
         )
         recording.save(replayed, recording.replay_path(self.folder, *self._now))
 
@@ -245,6 +259,7 @@ class Replayer(Observer):
         if not self.modules.roots:
             return
         self.step, self._draw, self.inputs, self.calls, self.unclipped = self.step + 1, 0, [], 0, {}
+        self._draws_of_samples = []
         if self.step < len(self._plan):
             step, name = self._now
             self._draw_of_pass = self._draw_of_pass if step else 0

@@ -8,7 +8,7 @@ import math
 
 from .findings import Finding, make_finding
 from .gradients import Step, find_factor, name_gradients
-from .recording import FIRST, Recording, Window
+from .recording import FIRST, SOURCES, TOGETHER, Recording, Window
 from .tensors import are_equal, count_samples, has_equal_pair, hash_samples, list_tensors
 
 
@@ -44,22 +44,28 @@ def _hash_samples(window: Window) -> list[bytes]:
     return [row for batch in window.batches for row in hash_samples(list_tensors(batch))] or window.inputs
 
 
-def judge_draws(step: Step) -> Finding | None:
-    """Look for random numbers that several ranks draw for their samples."""
+def judge_draws(record: Recording, step: Step) -> Finding | None:
+    """Look for random numbers that several ranks draw for their samples, not for their parameters."""
+    replayed = record.read_replay(step.number, TOGETHER)
+    of_samples = replayed.draws_of_samples if replayed is not None else []
+    parameters = {tensor.shape for tensors in step.windows[0].weights for tensor in tensors}
     sizes = {count_samples(read.batch) for window in step.windows for read in window.reads[:1]}
     sizes = sizes or {len(window.inputs) for window in step.windows}
-    for draws in zip(*(window.draws for window in step.windows), strict=False):
+    for number, draws in enumerate(zip(*(window.draws for window in step.windows), strict=False)):
         first = draws[0]
-        of_samples = all(len(draw) in sizes for draw in draws) and first.numel() > 1
-        if of_samples and has_equal_pair(draws) and not bool((first == first.flatten()[0]).all()):
+        has_sizes = all(len(draw) in sizes and draw.shape not in parameters for draw in draws)
+        is_constant = first.numel() < 2 or bool((first == first.flatten()[0]).all())
+        if (number in of_samples or has_sizes) and has_equal_pair(draws) and not is_constant:
             return make_finding("same draws", tuple(first.shape), shape=[*first.shape], **step.evidence)
     return None
 
 
 def judge_augmentation(record: Recording, step: Step) -> Finding | None:
     """Look for random numbers that several ranks draw in their loaders."""
-    pairs = itertools.combinations(record.read_augmentation(step.number), 2)
-    return make_finding("same draws: loaders", **step.evidence) if any(a and a == b for a, b in pairs) else None
+    for source in SOURCES:
+        if any(a and a == b for a, b in itertools.combinations(record.read_augmentation(step.number, source), 2)):
+            return make_finding("same draws: loaders", **step.evidence)
+    return None
 
 
 def judge_weights(step: Step) -> Finding | None:

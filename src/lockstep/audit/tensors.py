@@ -28,6 +28,27 @@ def join_batches(batches: Sequence[Any]) -> Any:
     return _map_tensors(_concatenate, _pad(batches))
 
 
+def join_draws(draws: Sequence[Tensor], result: Tensor, is_left: bool) -> Tensor:
+    """Return one process's draw, with the ranks' shorter ones where `join_batches` has their tokens.
+
+    Raises ValueError for ones that are not shorter.
+    """
+    joint, sizes = result.clone(), [len(draw) for draw in draws]
+    for draw, rows in zip(draws, torch.split(joint, sizes), strict=True):
+        place = rows
+        for dim, (size, full) in enumerate(zip(draw.shape, rows.shape, strict=True)):
+            if size > full:
+                raise ValueError("its ranks draw more random numbers for a sample than one process")
+            place = place.narrow(dim, full - size if is_left else 0, size)
+        place.copy_(draw)
+    return joint
+
+
+def pads_left(batches: Sequence[Any]) -> bool:
+    """Return whether token batches are padded on the left, by their masks."""
+    return any(bool((mask[:, 0] == 0).any()) for mask in _masks_of(batches))
+
+
 def count_samples(batch: Any) -> int:
     """Return a batch's number of samples, by its first tensor; 0 without one."""
     return next((len(tensor) for tensor in list_tensors(batch) if tensor.dim()), 0)
@@ -71,13 +92,10 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 def _pad(batches: Sequence[Any]) -> Sequence[Any]:
     """Pad the ranks' token batches to the longest, on the side and with the values that their masks show."""
-    if not all(isinstance(batch, Mapping) or hasattr(batch, "keys") for batch in batches):
-        return batches
-    values = [batch["attention_mask"] if "attention_mask" in batch else None for batch in batches]  # noqa: SIM401
-    masks = [mask for mask in values if isinstance(mask, Tensor) and mask.dim() == 2]
+    masks = _masks_of(batches)
     if len(masks) < len(batches) or len({mask.shape[1] for mask in masks}) == 1:
         return batches
-    longest, is_left = max(mask.shape[1] for mask in masks), any(bool((mask[:, 0] == 0).any()) for mask in masks)
+    longest, is_left = max(mask.shape[1] for mask in masks), pads_left(batches)
 
     def pad(key: str, tensor: Any, mask: Tensor) -> Any:
         if not isinstance(tensor, Tensor) or tensor.shape[:2] != mask.shape:
@@ -92,6 +110,13 @@ def _pad(batches: Sequence[Any]) -> Sequence[Any]:
         type(batch)({key: pad(key, value, mask) for key, value in batch.items()})
         for batch, mask in zip(batches, masks, strict=True)
     ]
+
+
+def _masks_of(batches: Sequence[Any]) -> list[Tensor]:
+    if not all(isinstance(batch, Mapping) or hasattr(batch, "keys") for batch in batches):
+        return []
+    values = [batch["attention_mask"] if "attention_mask" in batch else None for batch in batches]  # noqa: SIM401
+    return [mask for mask in values if isinstance(mask, Tensor) and mask.dim() == 2]
 
 
 def _map_tensors(join: Callable[[Sequence[Tensor]], Tensor], batches: Sequence[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 import tempfile
@@ -34,6 +35,8 @@ class Audited(NamedTuple):
     steps: int = 3
     float64: bool = False
     limit_s: float = 300.0
+    hint: str = ""
+    """For a script that fails."""
 
     def run(self, mode: str, folder: Path, ranks: int, **options: object) -> int | None:
         """Record or replay; return the exit code, None if the command was ended."""
@@ -64,7 +67,11 @@ def main(words: list[str]) -> int:
     def processes(count: int) -> list[start.Process]:
         return start.ranks([sys.executable, *command], count) if is_script else [start.Process(command, {})]
 
-    audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in values, limit_s)
+    hint = ""
+    text = Path(command[0]).read_text(encoding="utf-8", errors="replace") if is_script else ""
+    if re.search(r"mp\.spawn|start_processes|notebook_launcher", text):
+        hint = f"; it starts ranks itself, so give lockstep audit -- python {shlex.join(command)}"
+    audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in values, limit_s, hint)
     return judge(audited, Path(values["--output"]) if "--output" in values else None)
 
 
@@ -94,7 +101,7 @@ def _measure(audited: Audited, folder: Path) -> Verdict:
     ranks = [*folder.glob("rank*")]
     if code and not (ranks and all((rank / "final.pt").exists() for rank in ranks)):
         _print_output(folder / "record.txt")
-        raise RunError(f"{audited.about} failed: its own message is above.")
+        raise RunError(f"{audited.about} failed: its own message is above{audited.hint}.")
     start.remove_new_files(folder)  # a script may continue from files that it finds
     stepping = len([*folder.glob("rank*/window0.pt")])
     if (folder / REFUSED).exists():
