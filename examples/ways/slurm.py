@@ -342,5 +342,6 @@ if __name__ == "__main__":
     show = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     hosts = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
     os.environ |= {"RANK": of_slurm["PROCID"], "WORLD_SIZE": of_slurm["NTASKS"], "LOCAL_RANK": of_slurm["LOCALID"]}
-    os.environ |= {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(20_000 + int(of_slurm["JOB_ID"]) % 10_000)}
+    os.environ.setdefault("MASTER_ADDR", hosts[0])
+    os.environ.setdefault("MASTER_PORT", str(20_000 + int(of_slurm["JOB_ID"]) % 10_000))
     main(parser.parse_args())
