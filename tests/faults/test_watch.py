@@ -21,7 +21,7 @@ PLACE = r"\d s ago in data loading at own_data\.py:\d+ \(step \d\)"
     ("data", "ranks", "workers", "keeps", "words"),
     [
         ("hanging", 2, 0, "failures", rf"Rank (\d) stopped {PLACE};.* wait"),
-        ("hanging", 1, 2, "output", r"Rank (0) stopped \d s ago in data loading at .*; give more --stall-timeout"),
+        ("hanging", 1, 2, "output", r"Rank (0) stopped \d s ago in data loading at .*; raise --stall-timeout"),
         ("holding", 2, 0, "output", r"Rank (\d) was stopped, died or was cut off \d s ago, .* waits in all-reduce"),
         ("crashing", 2, 0, "output", r"Rank (\d) was killed by SIGSEGV .*output/rank_\1\.txt"),
     ],
