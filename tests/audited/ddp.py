@@ -105,7 +105,7 @@ def main(rank: int, ranks: int) -> None:
 
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(COUNT, 12, generator=generator), torch.randint(3, (COUNT,), generator=generator)
-    if kind in ("tokens", "tokens-right"):
+    if kind.startswith("tokens"):
         y[torch.arange(96) % 5 < torch.arange(96) % 3] = -100  # labels that the loss leaves out
     torch.manual_seed(7 + rank * (kind == "seeds"))
     dropout = nn.Dropout(0.3) if kind in ("dropout", "same-dropout") else nn.Identity()
@@ -149,7 +149,7 @@ def main(rank: int, ranks: int) -> None:
         data = Padded(x, y)
     if kind == "other-loader" and ranks == 1:
         DataLoader(data)
-    accumulate = 2 if kind.startswith("accumulate") else 1
+    accumulate = 2 if kind.startswith("accumulate") or kind.endswith("-accumulate") else 1
     if kind.startswith("last-window"):
         accumulate = 4
     size = 16 if kind == "shared-noise" else 8
@@ -188,11 +188,15 @@ def main(rank: int, ranks: int) -> None:
 
     def evaluated() -> float:
         hits, count = torch.zeros(()), torch.zeros(())
-        means = []
+        means, seen = [], 0
         wrapped.eval()
         with torch.no_grad():
             for a, b in shares:
                 right = (wrapped(a).argmax(1) == b).double()
+                if kind == "evaluation-masked":  # where the sampler pads
+                    mask = (seen + torch.arange(len(b))) * ranks + rank < len(valid)
+                    seen, right, b = seen + len(b), right[mask], b[mask]
+                    a = a[mask]
                 hits, count = hits + right.sum(), count + len(b)
                 means.append(functional.cross_entropy(wrapped(a), b))
         wrapped.train()
@@ -212,7 +216,7 @@ def main(rank: int, ranks: int) -> None:
         if kind in ("numpy", "own-numpy"):
             a = a * np.random.uniform(0.9, 1.1)
         scores = head(net(a)) if kind == "outside" else net(a)
-        if kind == "contrastive":
+        if kind.startswith("contrastive"):
             vectors = functional.normalize(scores, dim=1)
             return functional.cross_entropy(vectors @ vectors.t(), torch.arange(len(a)))
         if kind.startswith("gathered"):
@@ -231,7 +235,7 @@ def main(rank: int, ranks: int) -> None:
             return functional.cross_entropy(vectors @ every.t(), target)
         if kind == "sum":
             return functional.cross_entropy(scores, b, reduction="sum")
-        if kind == "tokens-right":
+        if kind.startswith("tokens-right"):
             count = (b != -100).sum().double()
             dist.all_reduce(count)
             return functional.cross_entropy(scores, b, reduction="sum") * ranks / count

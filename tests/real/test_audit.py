@@ -26,9 +26,9 @@ PEERS = {
 }
 """The packages of scripts."""
 RIGHT = {
-    "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right batchnorm-eval stream "
-    "gathered-right schedule evaluation-right scaler zero augmentation evaluation-split flips shared-noise lengths "
-    "lengths-left",
+    "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right tokens-right-accumulate stream "
+    "batchnorm-eval gathered-right schedule evaluation-right evaluation-split evaluation-masked scaler zero "
+    "augmentation flips shared-noise lengths lengths-left",
     "accelerated": "plain accumulate dropout clip tokens-right evaluation-right",
     "fabric": "plain dropout accumulate auto",
     "lightning_trainer": "plain accumulate clip dropout evaluation-auto",
@@ -50,8 +50,8 @@ FAULTS = {
         "wrong count": "sum times-ranks clip-times-ranks by-hand-sum divided-twice",
         "clipped alone": "by-hand-clip",
         "mean of means": "uneven",
-        "mean over other counts": "tokens",
-        "coupled samples": "contrastive",
+        "mean over other counts": "tokens tokens-accumulate",
+        "coupled samples": "contrastive contrastive-accumulate",
         "gathered without gradients": "gathered gathered-own",
         "last window": "last-window last-window-dropped",
         "schedule": "schedule-ranks",

@@ -11,6 +11,7 @@ from ..checkpoint.state import few
 from ..verify.workbench import gaps, worst
 from .findings import Finding, make_finding
 from .gradients import Gradients, Step, find_weights
+from .tensors import count_samples
 
 _ROWS = 10  # values of a gradient per rank from which weights are computed, at least
 
@@ -53,17 +54,20 @@ def explain_gap(step: Step, cut: str) -> Finding | None:
     if step.by_share and worst(gaps(gradients, step.by_share)) <= step.tolerance:
         return make_finding("local BatchNorm", **evidence)
     values = sum(gradient.numel() for gradient in reference.values())
-    if all(step.alone) and not step.windows[0].is_coarse and values >= _ROWS * len(step.alone):
-        weights = find_weights(step.alone, gradients, step.tolerance)
+    # One process's own gradients do not follow the samples' order, else the replay is at fault.
+    is_ordered = bool(step.reversed) and worst(gaps(step.reversed, reference)) <= 10 * step.tolerance
+    for parts in () if step.windows[0].is_coarse else (step.alone, step.by_micro_batch):
+        if not parts or not all(parts) or values < _ROWS * len(parts):
+            continue
+        weights = find_weights(parts, gradients, step.tolerance)
         # The ranks' samples alone have local statistics of BatchNorm.
-        one_process = find_weights(step.alone, step.by_share or reference, step.tolerance)
+        one_process = find_weights(parts, step.by_share or reference, step.tolerance)
         if weights is not None and one_process is not None:
             is_mean = math.isclose(sum(weights), sum(one_process), rel_tol=1e-3)
             return _explain_weights(step, weights, one_process) if is_mean else None
-        # One process's own gradients do not follow the samples' order, else the replay is at fault. A mean over other
-        # counts in each micro-batch has no weights by rank either.
-        is_ordered = bool(step.reversed) and worst(gaps(step.reversed, reference)) <= 10 * step.tolerance
-        if weights is not None and is_ordered and step.windows[0].micro_batches == 1:
+        # A mean over other counts in each micro-batch has no weights by rank either.
+        is_micro_batch = len(parts) == len(step.ranks) * step.windows[0].micro_batches
+        if weights is not None and is_ordered and is_micro_batch:
             return make_finding("coupled samples", **evidence)
     if cut:
         return make_finding("gathered without gradients", evidence["place"], **evidence | {"place": cut})
@@ -71,15 +75,27 @@ def explain_gap(step: Step, cut: str) -> Finding | None:
 
 
 def _explain_weights(step: Step, weights: Sequence[float], one_process: Sequence[float]) -> Finding:
-    """Return the finding for ranks that count by `weights`, where one process gives them others."""
+    """Return the finding for ranks that count by `weights`, where one process gives them others.
+
+    Both are by rank, or by rank and micro-batch; the sentence has the micro-batch where they differ most.
+    """
+    count = len(weights) // len(step.windows)
+    numbers = range(count)
+    of_micro_batch = [(weights[number::count], one_process[number::count]) for number in numbers]
+    number = max(numbers, key=lambda number: max(abs(a - b) for a, b in zip(*of_micro_batch[number], strict=True)))
+    ours, theirs = ([weight * count for weight in part] for part in of_micro_batch[number])
     sizes = [window.samples or len(window.inputs) for window in step.windows]
+    if count > 1:
+        sizes = [
+            count_samples(window.batches[number]) if number < len(window.batches) else 0 for window in step.windows
+        ]
     shares = [size / sum(sizes) for size in sizes] if sum(sizes) else []
-    is_by_size = shares and all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(one_process, shares, strict=True))
+    is_by_size = shares and all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(theirs, shares, strict=True))
     return make_finding(
         "mean of means" if is_by_size else "mean over other counts",
         gap=step.gap,
-        weights=[*weights],
-        one_process=[*one_process],
+        weights=ours,
+        one_process=theirs,
         samples=sizes,
         **step.evidence,
     )

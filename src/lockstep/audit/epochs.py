@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import math
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,52 +84,89 @@ def _judge_epoch(orders: list[Tensor], facts: dict[str, Any]) -> Finding | None:
     return None
 
 
+@dataclass
+class _Evaluated:
+    """A data set that is evaluated, and by loader and rank, the indices of the samples read."""
+
+    place: str
+    orders: list[list[Tensor]] = field(default_factory=list)
+    universes: list[Tensor] = field(default_factory=list)
+    is_whole: bool = True
+    """Whether every batch was evaluated while it was recorded."""
+
+    @property
+    def shared(self) -> list[list[Tensor]]:
+        """Orders of the loaders that each rank reads another part of."""
+        return [ranks for ranks in self.orders if not are_equal(ranks)]
+
+    @cached_property
+    def universe(self) -> Tensor:
+        """Indices (n) of its samples."""
+        return torch.cat(self.universes).unique()  # type: ignore[no-untyped-call,no-any-return]
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How often each sample is read; once where all ranks read it alike."""
+        parts = [order for ranks in self.orders for order in (ranks[:1] if are_equal(ranks) else ranks)]
+        return torch.cat(parts).bincount(minlength=int(self.universe.max()) + 1)
+
+    @property
+    def twice(self) -> int:
+        """Number of samples that are read once more."""
+        return int((self.counts - 1).clamp(min=0).sum()) if self.shared else 0
+
+
 def judge_evaluation(record: Recording, unseen: list[str]) -> list[Finding | None]:
     """Return the findings on an evaluation's samples and reduced numbers; add to `unseen` the parts not known."""
     findings = list[Finding | None]()
-    orders = collections.defaultdict[int, list[list[Tensor]]](list)
-    universes, places = collections.defaultdict[int, list[Tensor]](list), dict[int, str]()
+    evaluated = dict[int, _Evaluated]()
     for loader in _list_loaders(record, training=False):
         facts, ranks = record.facts[0]["loaders"].get(f"{loader}", {}), record.read_orders(loader)
         if "dataset" in facts and ranks is not None:
-            dataset = facts["dataset"]
-            places[dataset] = facts["place"]
-            orders[dataset].append(ranks)
-            universes[dataset] += [record.read_universe(rank, loader) for rank in record.ranks]
-    if not orders:
+            one = evaluated.setdefault(facts["dataset"], _Evaluated(facts["place"]))
+            one.orders.append(ranks)
+            one.universes += [record.read_universe(rank, loader) for rank in record.ranks]
+            one.is_whole &= facts.get("is_whole", True)
+    if not evaluated:
         unseen.append("an evaluation")
-    for dataset, loaders in orders.items():
-        universe = torch.cat(universes[dataset]).unique()  # type: ignore[no-untyped-call]
-        findings += _judge_parts(record, loaders, universe, places[dataset], unseen)
-    return [*findings, _judge_reductions(record, unseen)]
+    is_comparable = True
+    for one in evaluated.values():
+        counts_padding = _counts_padding(record, one) if one.twice else False
+        if one.twice and not counts_padding:
+            is_comparable = False  # one process has no padding to leave out
+            what = "whether it leaves out" if counts_padding is None else "the numbers without"
+            unseen.append(f"of an evaluation, {what} the {one.twice} samples of its padding")
+        findings += _judge_parts(record, one, bool(counts_padding))
+    return [*findings, _judge_reductions(record, unseen) if is_comparable else None]
 
 
-def _judge_parts(
-    record: Recording, loaders: list[list[Tensor]], universe: Tensor, place: str, unseen: list[str]
-) -> list[Finding | None]:
-    """Return the findings on the samples of a data set, by loader and rank. A loader may be read alike by all ranks."""
-    shared = [orders for orders in loaders if not are_equal(orders)]
-    if not shared:
-        return []
-    parts = [order for orders in loaders for order in (orders[:1] if are_equal(orders) else orders)]
-    counts = torch.cat(parts).bincount(minlength=int(universe.max()) + 1)
-    twice, never = int((counts - 1).clamp(min=0).sum()), int((counts[universe] == 0).sum())
-    has_gathered = any(facts["gathers"] for facts in record.facts)
-    has_exchanged = has_gathered or any(facts["collectives"] for facts in record.facts)
-    evidence = {"of": len(universe), "place": place}
+def _counts_padding(record: Recording, evaluated: _Evaluated) -> bool | None:
+    """Return whether the numbers of an evaluation include the samples that come twice; None if it is not known."""
+    if any(facts["gathers"] for facts in record.facts):
+        return False
     reduced = {value for reduction in record.facts[0]["reductions"] for value in reduction["values"]}
-    if twice and has_exchanged and not has_gathered:
-        read = int(counts.sum())
-        if read - twice in reduced and read not in reduced:  # counted without the padding
-            twice = 0
-        elif not reduced and not record.facts[0].get("is_accelerated"):
-            unseen.append(f"whether the {twice} samples of the evaluation's padding are left out after the gather")
-            twice = 0
+    read = int(evaluated.counts.sum())
+    if reduced and evaluated.is_whole:
+        if read not in reduced and read - evaluated.twice in reduced:
+            return False
+        other_calls = list[str]()
+        return read in reduced or (_judge_reductions(record, other_calls) is None and not other_calls) or None
+    return True if record.facts[0].get("is_accelerated") and not reduced else None
+
+
+def _judge_parts(record: Recording, evaluated: _Evaluated, counts_padding: bool) -> list[Finding | None]:
+    """Return the findings on the samples of a data set."""
+    if not evaluated.shared:
+        return []
+    never = int((evaluated.counts[evaluated.universe] == 0).sum())
+    has_exchanged = any(facts["gathers"] or facts["collectives"] for facts in record.facts)
+    evidence = {"of": len(evaluated.universe), "place": evaluated.place}
+    samples = len(evaluated.shared[0][0])
     return [
-        None if has_exchanged else make_finding("evaluation of a part", samples=len(shared[0][0]), **evidence),
+        None if has_exchanged else make_finding("evaluation of a part", samples=samples, **evidence),
         make_finding("evaluation drops", never=never, **evidence) if never else None,
-        make_finding("evaluation pads", twice=twice, **evidence)
-        if twice and has_exchanged and not has_gathered
+        make_finding("evaluation pads", twice=evaluated.twice, **evidence)
+        if counts_padding and has_exchanged
         else None,
     ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..verify.workbench import TOLERANCE, TOLERANCES, gaps, worst
-from .recording import BY_SHARE, REVERSED, Recording, Replayed, Window
+from .recording import BY_SHARE, REVERSED, Alone, Recording, Replayed, Window
 from .tensors import are_equal
 
 Gradients = Mapping[str, Tensor]
@@ -34,6 +34,8 @@ class Step:
     by_share: Gradients
     alone: Sequence[Gradients]
     """Of one process with the samples of one rank, by rank."""
+    by_micro_batch: Sequence[Gradients]
+    """The same with one micro-batch of a rank in place of each, rank after rank; empty if there is one in a step."""
     tolerance: float
     is_clipped_alone: bool
     """Whether ranks clipped different gradients, and stepped with the same."""
@@ -73,10 +75,11 @@ def read_step(record: Recording, number: int) -> Step:
     stepped = [name_gradients(window, window.gradients) for window in windows]
     alone = []
     for rank, window in enumerate(windows):
-        single = record.read_replay(number, f"rank {rank}")
+        single = record.read_replay(number, Alone(rank).name)
         # A loop without a DataLoader may read any samples.
         has_inputs = single is not None and sorted(single.inputs) == sorted(window.inputs)
         alone.append(choose(single) if has_inputs else {})
+    micro_batches = [Alone(rank, number) for rank in record.ranks for number in range(windows[0].micro_batches)]
     return Step(
         number,
         windows,
@@ -86,6 +89,7 @@ def read_step(record: Recording, number: int) -> Step:
         choose(record.read_replay(number, REVERSED)),
         choose(record.read_replay(number, BY_SHARE)),
         alone,
+        [choose(record.read_replay(number, one.name)) for one in micro_batches],
         _tolerance(windows[0]),
         bool(find_differing(unclipped)) and not find_differing(stepped),
     )

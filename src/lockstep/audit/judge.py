@@ -10,7 +10,9 @@ from ..verify.workbench import TOLERANCE
 from . import REFUSED, causes, epochs, steps
 from .findings import Finding
 from .gradients import Step, find_differing, read_step
-from .recording import BY_SHARE, FIRST, REVERSED, UNMATCHED, UNMATCHED_ROWS, UNREAD, Recording
+from .recording import BY_SHARE, FIRST, REVERSED, UNMATCHED, UNMATCHED_ROWS, UNREAD, Alone, Recording
+
+_MICRO_BATCHES = 16  # of all ranks in a step, of which each has its own pass, at most
 
 
 @dataclass
@@ -55,8 +57,11 @@ def list_passes(record: Recording) -> list[str]:
     for number in range(record.steps):
         step = read_step(record, number)
         if step.replayed is None or find_differing(step.ranks) or step.gap > step.tolerance:
-            ranks = [f"rank {rank}" for rank in record.ranks]
-            passes = [BY_SHARE] * step.windows[0].has_batchnorm + [REVERSED, *ranks]
+            alone = [Alone(rank).name for rank in record.ranks]
+            micro_batches = range(step.windows[0].micro_batches)
+            if 1 < len(micro_batches) <= _MICRO_BATCHES // len(record.ranks) and not step.is_multiple:
+                alone += [Alone(rank, number).name for rank in record.ranks for number in micro_batches]
+            passes = [BY_SHARE] * step.windows[0].has_batchnorm + [REVERSED, *alone]
             break
     return passes + [FIRST] * bool(steps.find_uneven_steps(record))
 
@@ -146,7 +151,9 @@ def _find_obstacle(record: Recording, step: Step) -> str:
     if (path := record.folder / UNREAD).exists():
         return path.read_text()
     if any(facts.get("hidden") for facts in record.facts):
-        return "it draws random numbers within an operator, such as attention with dropout"
+        return (
+            "it draws random numbers within an operator, such as attention with dropout; audit it without that dropout"
+        )
     if (record.folder / UNMATCHED).exists():
         return "it draws random numbers of other shapes in one process than on the ranks"
     if record.read_replay_facts().get("has_several_ranks") and step.is_multiple:

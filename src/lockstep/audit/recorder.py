@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from .tensors import copy_batch
 _SYNCHRONISED = "SyncBatchNorm"
 _ORDER = 10_000_000  # indices of an epoch, at most
 _UNTRAINED = 128  # batches of a loader before the first training step, at most
+_EVALUATION_S = 5.0
+"""Expected seconds of an evaluation that is read wholly, at most."""
 _AUGMENTATION = 64  # digests of a process and source in a window, at most
 _END = object()
 
@@ -101,18 +105,20 @@ class Recorder(Observer):
                 recording.save(self._reads, self._path("tail.pt"))
 
     def iterate(self, number: int, iteration: int, loader: DataLoader[Any], plain: Any) -> Iterator[Any]:
-        """Yield the loader's batches, and keep them; of an evaluation only the first and the last."""
+        """Yield the loader's batches, and keep them; of a long evaluation only the first and the last."""
         self._save_order(number, iteration, loader)
         if self.is_tail and number in self._training:
             self.end_next_epoch()
-        iterator, count = None, 0
+        iterator, count, is_long, yielded_s = None, 0, False, 0.0
         while True:
             self._compare_generators()
             self._is_reading = True  # what samplers and data sets draw is in the batches
             if iterator is None:
                 iterator = plain()
             is_over = self.is_tail and number in self._training
-            if count and self.is_tail and self.is_evaluating and self._current == number:
+            if count == 1 and self.is_tail and self.is_evaluating and self._current == number:
+                is_long = not self._reads_wholly(number, iteration, loader, time.monotonic() - yielded_s)
+            if is_long:
                 batch, is_over = self._last_batch(loader, count), True
             else:
                 batch = _END if is_over else next(iterator, _END)
@@ -128,6 +134,7 @@ class Recorder(Observer):
                 self._current, count = number, count + 1
                 earlier = set() if self.is_evaluating else self._recent  # an evaluation's are not trained on
                 self._recent = earlier | {number}
+                yielded_s = time.monotonic()
                 yield batch
             if batch is _END or is_over:
                 self._reads.append(Read(number, iteration, None, None))
@@ -147,6 +154,16 @@ class Recorder(Observer):
             self._digests[source] += 1
             with self._path(f"augmentation {self.step} {source}").open("ab") as file:
                 file.write(hashlib.sha256(repr(values).encode()).digest())
+
+    def _reads_wholly(self, number: int, iteration: int, loader: DataLoader[Any], batch_s: float) -> bool:
+        """Return whether an evaluation is short enough to be read wholly; the first rank decides for all."""
+        batches, path = _list_indices(loader), self.folder / f"evaluation {number} {iteration}"
+        is_short = batches is not None and len(batches) < _UNTRAINED and batch_s * len(batches) < _EVALUATION_S
+        with contextlib.suppress(FileExistsError):
+            path.symlink_to("whole" if is_short else "ends")  # atomic, and has its content at once
+        is_whole = path.readlink().name == "whole"
+        self.facts["loaders"][str(number)]["is_whole"] = is_whole
+        return is_whole
 
     def _last_batch(self, loader: DataLoader[Any], count: int) -> Any:
         """Return the last batch of an evaluation whose other batches are left out."""

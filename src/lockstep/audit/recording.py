@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,13 +15,33 @@ TOGETHER, REVERSED = "together", "in reverse order"
 TURNS, BY_SHARE, FIRST = "in turns", "statistics by share", "first micro-batch"
 """Passes of a replay: all ranks' samples in one batch; the same with the last rank's samples first; each rank's batch
 alone, in turns; all in one with BatchNorm's statistics of each rank's share; each micro-batch replaced by a copy of the
-first. The others, `rank 0` and so on, have one rank's samples."""
+first. The others have one rank's samples; see `Alone`."""
 UNMATCHED, UNMATCHED_ROWS, UNREAD = "unmatched", "unmatched rows", "unread"
 """Files of a replay whose draws have other shapes than the ranks' together, whose BatchNorm has other rows, or which
 reads a loader that the ranks did not read."""
 SOURCES = ("random", "numpy", "torch", "generator")
 """What loaders draw from: Python's `random`, NumPy, torch, and torch by a generator that the script names."""
 _DIGEST = 32  # bytes
+
+
+class Alone(NamedTuple):
+    """A pass with one rank's samples, or with one micro-batch of them in place of each."""
+
+    rank: int
+    micro_batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The pass's name."""
+        return f"rank {self.rank}" + (f" micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Return the pass of a name; None for that of all ranks' samples."""
+        words = name.split()
+        if words[0] != "rank":
+            return None
+        return cls(int(words[1]), int(words[3]) if len(words) > 2 else None)
 
 
 class Read(NamedTuple):
@@ -189,4 +209,5 @@ def save(values: Any, path: Path) -> None:
 
 
 def _load(path: Path) -> Any:
+    """Return what `save` wrote into the audit's own temporary folder, with batches of any classes."""
     return torch.serialization.load(path, weights_only=False) if path.exists() else None

@@ -18,16 +18,19 @@ from ..files import write_json
 from . import recording
 from .observer import Observer, set_generators
 from .patches import users_place, wrap
-from .recording import BY_SHARE, FIRST, REVERSED, TOGETHER, TURNS, Read, Recording, Replayed, Window
+from .recording import BY_SHARE, FIRST, REVERSED, TOGETHER, TURNS, Alone, Read, Recording, Replayed, Window
 from .tensors import are_equal, copy_batch, count_samples, join_batches, join_draws, pads_left
 
 
 class _Feed:
     """The ranks' batches of a loader, joined, iteration after iteration and pass after pass."""
 
-    def __init__(self, ranks: list[list[Read]], tails: list[list[Read]], passes: list[str], ahead: int) -> None:
+    def __init__(
+        self, ranks: list[list[Read]], tails: list[list[Read]], passes: list[str], ahead: int, micro_batches: int
+    ) -> None:
         """`ahead` batches are read before they are needed; those of the last step are of no use before another pass."""
-        self._ranks, self._tails, self._passes, self._ahead = ranks, tails, passes, ahead
+        self._ranks, self._tails, self._passes = ranks, tails, passes
+        self._ahead, self._micro_batches = ahead, micro_batches
         self._pass = self._iteration = 0
         self._items = self._join()
         self.sizes: list[list[int]] = []
@@ -39,8 +42,9 @@ class _Feed:
         ranks = self._ranks
         if is_last and name in (TOGETHER, TURNS):
             ranks = [reads + tail for reads, tail in zip(ranks, self._tails, strict=True)]
-        if (rank := _rank_of(name)) is not None:
-            ranks = [ranks[rank]]
+        alone = Alone.parse(name)
+        if alone is not None:
+            ranks = [ranks[alone.rank]]
         iterations = sorted({read.iteration for reads in ranks for read in reads})
         items = []
         for iteration in iterations:
@@ -54,6 +58,9 @@ class _Feed:
                 parts = parts[:1] * longest
             elif name == TURNS:
                 parts = [[read] for part in parts for read in part]
+            elif alone is not None and alone.micro_batch is not None:
+                begins = [number - number % self._micro_batches for number in range(longest)]
+                parts = [parts[min(begin + alone.micro_batch, longest - 1)] for begin in begins]
             if not is_last and self._ahead and iteration == iterations[-1]:
                 parts = parts[: -self._ahead]
             items.append((parts, any(read.is_end for rank in reads for read in rank)))
@@ -75,11 +82,6 @@ class _Feed:
                 yield part
             if is_complete or self._iteration < len(self._items):
                 return
-
-
-def _rank_of(name: str) -> int | None:
-    """Return the rank whose samples a pass has alone."""
-    return int(name.removeprefix("rank ")) if name.startswith("rank ") else None
 
 
 def _count_ahead(windows: list[Window], loader: int) -> int:
@@ -115,7 +117,11 @@ class Replayer(Observer):
 
         self._feeds = {
             number: _Feed(
-                of_loader(reads, number), of_loader(tails, number), passes, _count_ahead(record.windows[0], number)
+                of_loader(reads, number),
+                of_loader(tails, number),
+                passes,
+                _count_ahead(record.windows[0], number),
+                record.windows[0][0].micro_batches,
             )
             for number in {read.loader for rank in (*reads, *tails) for read in rank}
         }
@@ -197,8 +203,13 @@ class Replayer(Observer):
         """Return the windows whose samples the present window has: those of all ranks, or of one."""
         step, name = self._now
         windows = [windows[0 if name == FIRST else step] for windows in self._windows]
-        if (rank := _rank_of(name)) is not None:
-            return [windows[rank]]
+        if (alone := Alone.parse(name)) is not None:
+            window = windows[alone.rank]
+            if alone.micro_batch is None:
+                return [window]
+            count = len(window.draws) // window.micro_batches
+            draws = window.draws[alone.micro_batch * count :][:count] * window.micro_batches
+            return [window._replace(draws=draws)]
         return windows[::-1] if name == REVERSED else windows
 
     def see_draw(self, result: Tensor, is_new: bool, is_order: bool) -> Tensor:
