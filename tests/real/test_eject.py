@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from lockstep.data import digits
 
@@ -106,6 +108,24 @@ def test_each_way_has_the_losses_of_the_run(way: str, precision: str, accumulate
 )
 def test_options_have_the_losses_of_the_run(words: tuple[object, ...], tmp_path: Path) -> None:
     _check("single", tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_a_file_that_reads_folders_of_images_has_the_losses_of_the_run(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(60):
+        folder = tmp_path / "images" / ("train" if number % 5 else "val") / f"{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(255, size=(40, 36 + number % 5, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    words = ("imagenet-resnet50", "--data-dir", "images", "--classes", 3, "--image-size", 32, "--model", "resnet8")
+    words += ("--batch", 12, "--workers", 0, "--precision", "fp64", *SMALL, "--max-steps", 8)
+    run = command(tmp_path, "train", *words, "--strategy", "single", "--output", "run")
+    assert run.code == 0, run
+    assert command(tmp_path, "eject", *words, *WAYS["torchrun"], "--output", "train.py").code == 0
+    expected = [loss for _, loss in losses(tmp_path / "run")]
+    assert _run(tmp_path / "train.py", "torchrun") == pytest.approx(expected, rel=1e-9)
+    assert len(expected) == 8
 
 
 @pytest.mark.long

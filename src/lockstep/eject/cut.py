@@ -13,12 +13,21 @@ import ast
 import json
 import re
 import textwrap
-from typing import NamedTuple
-
-from .choices import Choices, Code
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 _IGNORED = re.compile(r"  # (type: ignore|noqa|ruff: noqa).*$", re.MULTILINE)
 Node = ast.expr | ast.stmt
+Choices = Mapping[str, Any]
+"""Values of a config by name. A condition selects lines of `program.py`; a constant becomes a literal, or code."""
+IS: Any = None
+"""Stands for the choices in `program.py`, which is never run as it is."""
+
+
+class Code(str):
+    """Source code that replaces an attribute of `IS`."""
+
+    __slots__ = ()
 
 
 class Edit(NamedTuple):
@@ -65,18 +74,43 @@ class Text:
 def cut(source: str, choices: Choices) -> str:
     """Return `source` with all conditions and constants of `IS` resolved."""
     text = source
-    while (edit := _next_edit(Text(text), choices)) is not None:
-        text = text[: edit.start] + edit.text + text[edit.stop :]
+    for find in (_edit_if, _edit_condition, _edit_expression, _edit_value):
+        while edits := _outermost(Text(text), choices, find):
+            text = _apply(text, edits)
     while edits := _next_alias(Text(text)) or _next_unused(Text(text)):
-        for edit in sorted(edits, reverse=True):
-            text = text[: edit.start] + edit.text + text[edit.stop :]
+        text = _apply(text, edits)
     return text
+
+
+def _apply(text: str, edits: list[Edit]) -> str:
+    for edit in sorted(edits, reverse=True):
+        text = text[: edit.start] + edit.text + text[edit.stop :]
+    return text
+
+
+def _outermost(text: Text, choices: Choices, find: Callable[[Text, ast.AST, Choices], Edit | None]) -> list[Edit]:
+    """Return the edits that `find` has for nodes, and none for what is within such a node."""
+    edits, nodes = list[Edit](), list[ast.AST]([text.tree])
+    while nodes:
+        node = nodes.pop()
+        if (edit := find(text, node, choices)) is not None:
+            edits.append(edit)
+        else:
+            nodes.extend(ast.iter_child_nodes(node))
+    return edits
+
+
+def _name_of_choice(node: ast.AST) -> str:
+    """Return X of `IS.X`; "" for other nodes."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "IS":
+        return node.attr
+    return ""
 
 
 def _decided(node: ast.expr, choices: Choices) -> bool | None:
     """Return the value of a condition on `IS` alone; None for others."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "IS":
-        value = getattr(choices, node.attr)
+    if name := _name_of_choice(node):
+        value = choices[name]
         return value if isinstance(value, bool) else None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = _decided(node.operand, choices)
@@ -90,24 +124,33 @@ def _decided(node: ast.expr, choices: Choices) -> bool | None:
     return None
 
 
-def _next_edit(text: Text, choices: Choices) -> Edit | None:
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.If) and (value := _decided(node.test, choices)) is not None:
-            return _resolved_if(text, node, value)
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.BoolOp) and _decided(node, choices) is None:
-            left = [operand for operand in node.values if _decided(operand, choices) is None]
-            if len(left) < len(node.values):
-                word = " and " if isinstance(node.op, ast.And) else " or "
-                return Edit(text.start(node), text.stop(node), word.join(map(text.segment, left)))
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.IfExp) and (value := _decided(node.test, choices)) is not None:
-            return _resolved_expression(text, node, node.body if value else node.orelse)
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "IS":
-            value = getattr(choices, node.attr)
-            return Edit(text.start(node), text.stop(node), value if isinstance(value, Code) else _literal(value))
+def _edit_if(text: Text, node: ast.AST, choices: Choices) -> Edit | None:
+    if isinstance(node, ast.If) and (value := _decided(node.test, choices)) is not None:
+        return _resolved_if(text, node, value)
     return None
+
+
+def _edit_condition(text: Text, node: ast.AST, choices: Choices) -> Edit | None:
+    if isinstance(node, ast.BoolOp) and _decided(node, choices) is None:
+        left = [operand for operand in node.values if _decided(operand, choices) is None]
+        if len(left) < len(node.values):
+            word = " and " if isinstance(node.op, ast.And) else " or "
+            return Edit(text.start(node), text.stop(node), word.join(map(text.segment, left)))
+    return None
+
+
+def _edit_expression(text: Text, node: ast.AST, choices: Choices) -> Edit | None:
+    if isinstance(node, ast.IfExp) and (value := _decided(node.test, choices)) is not None:
+        return _resolved_expression(text, node, node.body if value else node.orelse)
+    return None
+
+
+def _edit_value(text: Text, node: ast.AST, choices: Choices) -> Edit | None:
+    if not (name := _name_of_choice(node)):
+        return None
+    assert isinstance(node, ast.Attribute)
+    value = choices[name]
+    return Edit(text.start(node), text.stop(node), value if isinstance(value, Code) else _literal(value))
 
 
 def _literal(value: object) -> str:

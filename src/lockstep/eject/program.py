@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from .choices import IS
+from .cut import IS
 
 BATCH = IS.batch  # samples in an optimizer step, over all ranks
 EVAL_BATCH = IS.eval_batch  # samples that a rank evaluates at once

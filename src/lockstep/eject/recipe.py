@@ -22,8 +22,7 @@ from ..models import table
 from ..training import optim
 from ..versions import version_of
 from .chinese import translated
-from .choices import Choices, Code
-from .cut import clean, cut
+from .cut import Choices, Code, clean, cut
 from .link import Linked
 
 _PROGRAM = Path(__file__).with_name("program.py")
@@ -172,7 +171,7 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
     loss = optimizer.loss.replace(":", ".") if ":" in optimizer.loss else "F.cross_entropy"
     name = precision.name
     called = "net" if strategy != "single" or name in ("bf16", "fp16") else "model"
-    return Choices(
+    return dict(  # noqa: C408 -- as arguments read best
         ddp=strategy == "ddp",
         hybrid=strategy == "hybrid",
         ranks=has_ranks,
@@ -274,19 +273,19 @@ def _header(config: RunConfig, choices: Choices, command: str, data: _Data) -> s
     values = {key: value for key, value in flatten(config).items() if key not in _ELSEWHERE}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
     start = "python train.py"
-    if choices.by_hand:
-        start = f"python train.py --rank R  # for R from 0 to {choices.world_size - 1}, on each process's host"
-    elif choices.slurm:
+    if choices["by_hand"]:
+        start = f"python train.py --rank R  # for R from 0 to {choices['world_size'] - 1}, on each process's host"
+    elif choices["slurm"]:
         start = "srun --ntasks N python train.py  # in a job"
-    elif choices.ranks and not choices.spawn:
-        start = f"torchrun --nproc-per-node {choices.devices if choices.ddp else 1} train.py"
+    elif choices["ranks"] and not choices["spawn"]:
+        start = f"torchrun --nproc-per-node {choices['devices'] if choices['ddp'] else 1} train.py"
     lines = [f"{config.model.name} on {config.data.name}, in plain PyTorch.", "", f"    {start}", ""]
     origin = (
         f"Written by lockstep {version_of('lockstep-torch')}. In float64 its losses are the run's. Config {digest}:"
     )
     lines += [origin, *textwrap.wrap(command, 110, initial_indent="    ", subsequent_indent="        "), ""]
     lines += ["Not carried over:", *(f"- {phrase}" for phrase in _NOT_CARRIED)]
-    if choices.digits:
+    if choices["digits"]:
         copy = "cp $(python -c 'import lockstep.data as data; print(data.__path__[0])')/digits.npz ."
         lines += ["", "It reads digits.npz beside it; copy it from the package:", f"    {copy}"]
     return "\n".join(lines) + "\n"

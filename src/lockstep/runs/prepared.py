@@ -156,7 +156,7 @@ class Prepared:
         exchanged = set(self.exchange.parameters)
         if added := [name for parameter, name in names.items() if parameter not in exchanged]:
             raise RequestError(
-                f"The model has the parameter {added[0]}, which it had not when session.prepare was given it: prepare "
+                f"The model has a new parameter since session.prepare, {added[0]}: prepare "
                 "the model after the last change of its layers."
             )
         for item in self.stateful_objects:
