@@ -23,8 +23,8 @@ def _builds(folder: Path, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("collectives", "seconds"),
     [
-        ("shared-memory", 3 * STALL_S),
-        pytest.param("gloo", 8 * STALL_S, marks=pytest.mark.long),
+        pytest.param("shared-memory", 3 * STALL_S, marks=pytest.mark.long),
+        pytest.param("gloo", 8 * STALL_S, marks=pytest.mark.slow),
     ],
 )
 def test_a_data_set_that_takes_long_to_build_is_waited_for(collectives: str, seconds: float, tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def test_ranks_learn_what_the_plain_script_learns(pool: RankPool, tmp_path: Path
             assert gap(plain, lines) < LAW, size
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("gan", 3), *(slowly(*case) for case in CASES)])
+@pytest.mark.parametrize(
+    ("name", "accumulate"), [pytest.param("gan", 3, marks=pytest.mark.long), *(slowly(*case) for case in CASES)]
+)
 def test_an_example_learns_the_same_on_any_number_of_ranks(
     pool: RankPool, tmp_path: Path, name: str, accumulate: int
 ) -> None:

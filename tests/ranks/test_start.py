@@ -50,7 +50,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("way", "values"),
     [
         (("ddp", 2), TUNED),
-        (("ddp", 3), TUNED),
+        pytest.param(("ddp", 3), TUNED, marks=pytest.mark.slow),
         (("ddp", 3), TUNED | {"accumulate": 3, "optimizer": "adamw", "lr": 1e-3}),
         (("ddp", 3), FIXED),
         (("dp", 2), FIXED),

@@ -34,8 +34,8 @@ _TRAIN = (
 _ELASTIC = (*_TRAIN, "--devices", "2", "--max-restarts", "1", "--output", "restarted")
 _WAYS = [
     pytest.param(("info",), id="info"),
-    pytest.param((*_TRAIN, "--devices", "2", "--output", "spawned"), id="spawn"),
-    pytest.param(_ELASTIC, id="elastic", marks=pytest.mark.long),
+    pytest.param((*_TRAIN, "--devices", "2", "--output", "spawned"), id="spawn", marks=pytest.mark.slow),
+    pytest.param(_ELASTIC, id="elastic", marks=pytest.mark.slow),
 ]
 
 

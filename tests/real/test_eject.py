@@ -83,6 +83,7 @@ def _check(way: str, folder: Path, *words: object, precision: str = "fp64") -> N
     assert max(gaps) <= limit
 
 
+@pytest.mark.long
 def test_ranks_of_an_ejected_file_have_the_losses_of_the_run(tmp_path: Path) -> None:
     _check("torchrun", tmp_path, "--accumulate", 2)
 
