@@ -29,6 +29,8 @@ model = nn.Sequential(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, drop_last=kind != "last-window")
 valid = DataLoader(TensorDataset(x[:39], y[:39]), batch_size=8)
+if kind == "evaluation-long":
+    valid = DataLoader(TensorDataset(x.repeat(3, 1), y.repeat(3)), batch_size=1)
 if kind == "unprepared":
     model_, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 elif kind == "loader-unprepared":

@@ -162,6 +162,9 @@ def main(rank: int, ranks: int) -> None:
         loader = DataLoader(data, batch_size=8)
     elif kind == "overlap":
         loader = DataLoader(Subset(data, range(40 * rank, 40 * rank + 56)), batch_size=8)
+    elif kind == "divided-data":
+        part = Subset(data, range(rank, len(data), ranks))
+        loader = DataLoader(part, batch_size=8, sampler=DistributedSampler(part))
     elif kind in ("stream", "same-stream"):
         part = (rank, ranks) if kind == "stream" else (0, 1)
         loader = DataLoader(Stream(x, y, *part), batch_size=8)
@@ -213,6 +216,8 @@ def main(rank: int, ranks: int) -> None:
         net: Any = wrapped.module if kind == "module" else wrapped
         if kind in ("noise", "same-noise"):
             a = a + 0.1 * torch.randn_like(a)
+        for _ in range(12 if kind == "drop-path" else 0):  # two ranks often draw the same few values
+            a = a * torch.empty(len(a), 1).bernoulli_(0.9)
         if kind in ("numpy", "own-numpy"):
             a = a * np.random.uniform(0.9, 1.1)
         scores = head(net(a)) if kind == "outside" else net(a)
@@ -288,6 +293,8 @@ def main(rank: int, ranks: int) -> None:
                 schedule.step()
             if rank == 0 and kind == "dropout":
                 print("weights", repr(head.weight.detach().flatten()[0].item()), flush=True)
+        if kind == "fails-later":
+            raise ValueError("the end of the epoch")
         if kind.startswith("evaluation"):
             print(f"accuracy {evaluated():.4f}")
         if rank == 0 or kind == "checkpoint-by-all":

@@ -28,15 +28,15 @@ PEERS = {
 RIGHT = {
     "ddp": "plain adam frozen clip dropout noise numpy accumulate by-hand tokens-right tokens-right-accumulate stream "
     "batchnorm-eval gathered-right schedule evaluation-right evaluation-split evaluation-masked scaler zero "
-    "augmentation flips shared-noise lengths lengths-left",
-    "accelerated": "plain accumulate dropout clip tokens-right evaluation-right",
+    "augmentation flips drop-path shared-noise lengths lengths-left",
+    "accelerated": "plain accumulate dropout clip tokens-right evaluation-right evaluation-long",
     "fabric": "plain dropout accumulate auto",
     "lightning_trainer": "plain accumulate clip dropout evaluation-auto",
     "hf_trainer": "plain padded accumulate",
     "imagenet": "right",
     "mnist": "right",
     "nanogpt": "right",
-    "gan": "right constant",
+    "gan": "right constant lazy",
     "of_session": "plain dropout",
 }
 FAULTS = {
@@ -46,6 +46,7 @@ FAULTS = {
         "buffers differ": "buffers buffers-by-hand",
         "same samples": "same-samples shuffled overlap same-stream no-loader",
         "same draws": "same-noise same-dropout same-augmentation same-augmentation-of-workers same-flips",
+        "missing samples": "divided-data",
         "same order": "same-order",
         "wrong count": "sum times-ranks clip-times-ranks by-hand-sum divided-twice",
         "clipped alone": "by-hand-clip",

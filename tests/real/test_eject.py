@@ -119,7 +119,17 @@ def test_a_file_that_reads_folders_of_images_has_the_losses_of_the_run(tmp_path:
         folder.mkdir(parents=True, exist_ok=True)
         pixels = generator.integers(255, size=(40, 36 + number % 5, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
-    words = ("imagenet-resnet50", "--data-dir", "images", "--classes", 3, "--image-size", 32, "--model", "resnet8")
+    words: tuple[object, ...] = (
+        "imagenet-resnet50",
+        "--data-dir",
+        "images",
+        "--classes",
+        3,
+        "--image-size",
+        32,
+        "--model",
+        "resnet8",
+    )
     words += ("--batch", 12, "--workers", 0, "--precision", "fp64", *SMALL, "--max-steps", 8)
     run = command(tmp_path, "train", *words, "--strategy", "single", "--output", "run")
     assert run.code == 0, run

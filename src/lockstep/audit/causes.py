@@ -83,19 +83,20 @@ def _explain_weights(step: Step, weights: Sequence[float], one_process: Sequence
     numbers = range(count)
     of_micro_batch = [(weights[number::count], one_process[number::count]) for number in numbers]
     number = max(numbers, key=lambda number: max(abs(a - b) for a, b in zip(*of_micro_batch[number], strict=True)))
-    ours, theirs = ([weight * count for weight in part] for part in of_micro_batch[number])
+    weights_here, weights_there = ([weight * count for weight in part] for part in of_micro_batch[number])
     sizes = [window.samples or len(window.inputs) for window in step.windows]
     if count > 1:
         sizes = [
             count_samples(window.batches[number]) if number < len(window.batches) else 0 for window in step.windows
         ]
     shares = [size / sum(sizes) for size in sizes] if sum(sizes) else []
-    is_by_size = shares and all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(theirs, shares, strict=True))
+    is_by_size = shares and all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(weights_there, shares, strict=True))
+    is_even = all(math.isclose(weight, weights_here[0], rel_tol=1e-3) for weight in weights_here)
     return make_finding(
-        "mean of means" if is_by_size else "mean over other counts",
+        "mean of means" if is_by_size and is_even else "mean over other counts",
         gap=step.gap,
-        weights=ours,
-        one_process=theirs,
+        weights=weights_here,
+        one_process=weights_there,
         samples=sizes,
         **step.evidence,
     )

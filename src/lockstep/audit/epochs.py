@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .findings import Finding, make_finding
+from .gradients import COARSE
 from .recording import Recording
 from .tensors import are_equal, has_equal_pair
 
@@ -57,7 +58,8 @@ def judge_orders(record: Recording, unseen: list[str]) -> list[Finding | None]:
         if orders is None:
             unseen.append(f"which samples an epoch has ({place})")
             continue
-        findings.append(_judge_epoch(orders, facts))
+        universe = torch.cat([record.read_universe(rank, loader) for rank in record.ranks]).unique()  # type: ignore[no-untyped-call]
+        findings.append(_judge_epoch(orders, universe, facts))
         following = record.read_order(0, loader, 1)
         if following is None:
             unseen.append(f"the second epoch ({place})")
@@ -66,15 +68,18 @@ def judge_orders(record: Recording, unseen: list[str]) -> list[Finding | None]:
     return findings
 
 
-def _judge_epoch(orders: list[Tensor], facts: dict[str, Any]) -> Finding | None:
-    """Look for samples that an epoch has twice. A sampler may pad each rank by less than a batch."""
+def _judge_epoch(orders: list[Tensor], universe: Tensor, facts: dict[str, Any]) -> Finding | None:
+    """Look for samples that an epoch has twice or never. A sampler may pad or drop less than a batch of each rank."""
     counts = torch.cat(orders).bincount()
     sets = [order.unique() for order in orders]  # type: ignore[no-untyped-call]
     repeats = max(len(order) - len(samples) for order, samples in zip(orders, sets, strict=True))
     twice, padding = int((counts - 1).clamp(min=0).sum()), len(orders) * facts["batch_size"]
-    evidence = {"samples": int((counts > 0).sum()), "twice": twice, "place": facts["place"]}
+    evidence: dict[str, Any] = {"samples": int((counts > 0).sum()), "twice": twice, "place": facts["place"]}
     if has_equal_pair(sets):
         return make_finding("same samples: epoch", **evidence)
+    missing = len(universe) - evidence["samples"]
+    if missing >= padding and facts["sampler"] == "torch.utils.data.distributed":
+        return make_finding("missing samples", missing=missing, of=len(universe), place=facts["place"])
     if not twice or repeats > padding:
         return None
     if twice < padding:
@@ -86,88 +91,91 @@ def _judge_epoch(orders: list[Tensor], facts: dict[str, Any]) -> Finding | None:
 
 @dataclass
 class _Evaluated:
-    """A data set that is evaluated, and by loader and rank, the indices of the samples read."""
+    """A data set that is evaluated."""
 
     place: str
-    orders: list[list[Tensor]] = field(default_factory=list)
+    orders: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Indices of the samples read, by loader and rank."""
     universes: list[Tensor] = field(default_factory=list)
     is_whole: bool = True
     """Whether every batch was evaluated while it was recorded."""
 
     @property
-    def shared(self) -> list[list[Tensor]]:
-        """Orders of the loaders that each rank reads another part of."""
-        return [ranks for ranks in self.orders if not are_equal(ranks)]
+    def divided(self) -> dict[int, list[Tensor]]:
+        """Orders of the loaders of which each rank reads another part."""
+        return {loader: ranks for loader, ranks in self.orders.items() if not are_equal(ranks)}
 
     @cached_property
     def universe(self) -> Tensor:
         """Indices (n) of its samples."""
         return torch.cat(self.universes).unique()  # type: ignore[no-untyped-call,no-any-return]
 
-    @cached_property
-    def counts(self) -> Tensor:
-        """How often each sample is read; once where all ranks read it alike."""
-        parts = [order for ranks in self.orders for order in (ranks[:1] if are_equal(ranks) else ranks)]
-        return torch.cat(parts).bincount(minlength=int(self.universe.max()) + 1)
-
     @property
-    def twice(self) -> int:
-        """Number of samples that are read once more."""
-        return int((self.counts - 1).clamp(min=0).sum()) if self.shared else 0
+    def missing(self) -> int:
+        """Number of samples that no loader reads."""
+        read = torch.cat([order for ranks in self.orders.values() for order in ranks])
+        return int((read.bincount(minlength=int(self.universe.max()) + 1)[self.universe] == 0).sum())
 
 
 def judge_evaluation(record: Recording, unseen: list[str]) -> list[Finding | None]:
     """Return the findings on an evaluation's samples and reduced numbers; add to `unseen` the parts not known."""
     findings = list[Finding | None]()
-    evaluated = dict[int, _Evaluated]()
+    by_dataset = dict[int, _Evaluated]()
     for loader in _list_loaders(record, training=False):
         facts, ranks = record.facts[0]["loaders"].get(f"{loader}", {}), record.read_orders(loader)
         if "dataset" in facts and ranks is not None:
-            one = evaluated.setdefault(facts["dataset"], _Evaluated(facts["place"]))
-            one.orders.append(ranks)
-            one.universes += [record.read_universe(rank, loader) for rank in record.ranks]
-            one.is_whole &= facts.get("is_whole", True)
-    if not evaluated:
+            evaluated = by_dataset.setdefault(facts["dataset"], _Evaluated(facts["place"]))
+            evaluated.orders[loader] = ranks
+            evaluated.universes += [record.read_universe(rank, loader) for rank in record.ranks]
+            evaluated.is_whole &= facts.get("is_whole", True)
+    if not by_dataset:
         unseen.append("an evaluation")
     is_comparable = True
-    for one in evaluated.values():
-        counts_padding = _counts_padding(record, one) if one.twice else False
-        if one.twice and not counts_padding:
-            is_comparable = False  # one process has no padding to leave out
-            what = "whether it leaves out" if counts_padding is None else "the numbers without"
-            unseen.append(f"of an evaluation, {what} the {one.twice} samples of its padding")
-        findings += _judge_parts(record, one, bool(counts_padding))
+    for evaluated in by_dataset.values():
+        if not evaluated.divided:
+            continue
+        padding = {loader: _count_repeats(ranks) for loader, ranks in evaluated.divided.items()}
+        counted = {loader: _counts_padding(record, evaluated, loader, n) for loader, n in padding.items() if n}
+        findings += _judge_parts(
+            record, evaluated, max([padding[n] for n, value in counted.items() if value], default=0)
+        )
+        for loader, value in counted.items():
+            if not value:
+                is_comparable = False  # one process has no padding to leave out
+                phrase = "whether it leaves out" if value is None else "the numbers without"
+                unseen.append(f"of an evaluation, {phrase} the {padding[loader]} samples of its padding")
     return [*findings, _judge_reductions(record, unseen) if is_comparable else None]
 
 
-def _counts_padding(record: Recording, evaluated: _Evaluated) -> bool | None:
-    """Return whether the numbers of an evaluation include the samples that come twice; None if it is not known."""
-    if any(facts["gathers"] for facts in record.facts):
+def _count_repeats(ranks: list[Tensor]) -> int:
+    """Return the number of samples that come once more over the ranks."""
+    return int((torch.cat(ranks).bincount() - 1).clamp(min=0).sum())
+
+
+def _counts_padding(record: Recording, evaluated: _Evaluated, loader: int, repeated: int) -> bool | None:
+    """Return whether the numbers of an evaluation include its `repeated` samples; None if it is not known."""
+    if any(loader in facts["gathers"] for facts in record.facts):
         return False
-    reduced = {value for reduction in record.facts[0]["reductions"] for value in reduction["values"]}
-    read = int(evaluated.counts.sum())
+    reductions = [reduction for reduction in record.facts[0]["reductions"] if reduction["loader"] == loader]
+    reduced = {value for reduction in reductions for value in reduction["values"]}
+    read = sum(map(len, evaluated.orders[loader]))
     if reduced and evaluated.is_whole:
-        if read not in reduced and read - evaluated.twice in reduced:
+        if read not in reduced and read - repeated in reduced:
             return False
         other_calls = list[str]()
         return read in reduced or (_judge_reductions(record, other_calls) is None and not other_calls) or None
     return True if record.facts[0].get("is_accelerated") and not reduced else None
 
 
-def _judge_parts(record: Recording, evaluated: _Evaluated, counts_padding: bool) -> list[Finding | None]:
-    """Return the findings on the samples of a data set."""
-    if not evaluated.shared:
-        return []
-    never = int((evaluated.counts[evaluated.universe] == 0).sum())
+def _judge_parts(record: Recording, evaluated: _Evaluated, padding: int) -> list[Finding | None]:
+    """Return the findings on the samples of a data set; its numbers include `padding` samples twice."""
     has_exchanged = any(facts["gathers"] or facts["collectives"] for facts in record.facts)
     evidence = {"of": len(evaluated.universe), "place": evaluated.place}
-    samples = len(evaluated.shared[0][0])
+    samples = len(next(iter(evaluated.divided.values()))[0])
     return [
         None if has_exchanged else make_finding("evaluation of a part", samples=samples, **evidence),
-        make_finding("evaluation drops", never=never, **evidence) if never else None,
-        make_finding("evaluation pads", twice=evaluated.twice, **evidence)
-        if counts_padding and has_exchanged
-        else None,
+        make_finding("evaluation drops", never=evaluated.missing, **evidence) if evaluated.missing else None,
+        make_finding("evaluation pads", twice=padding, **evidence) if padding and has_exchanged else None,
     ]
 
 
@@ -178,11 +186,13 @@ def _judge_reductions(record: Recording, unseen: list[str]) -> Finding | None:
         unseen.append("what the evaluation reduces")
         return None
     count = len(record.ranks)
+    tolerance = COARSE if any(window.is_coarse for window in record.windows[0]) else _REDUCED
     for reduction, reference in zip(reductions, references, strict=True):
         for pair in zip(reduction["values"], reference["values"], strict=False):
             ranks, one_process = (math.nan if value is None else value for value in pair)
             candidates = (one_process, one_process * count)
-            if not any(math.isclose(ranks, value, rel_tol=_REDUCED, abs_tol=1e-12) for value in candidates):
+            most = 1.0 if all(float(value).is_integer() for value in pair if value is not None) else 1e-12  # of hits
+            if not any(math.isclose(ranks, value, rel_tol=tolerance, abs_tol=most) for value in candidates):
                 nearest = min(candidates, key=lambda value: abs(value - ranks))
                 place = reduction["place"]
                 return make_finding("evaluation differs", count, ranks=ranks, one_process=nearest, place=place)

@@ -43,9 +43,9 @@ _SENTENCES = {
     "mean over other counts": "The loss is a mean over a count that differs between ranks, such as tokens (gradients "
     "{gap:.1%} off at step {step}, {place}): one process weighs the ranks by {one_process}, and here they count by "
     "{weights}; divide the sum by the count over all ranks.",
-    "coupled samples": "The loss or a layer couples the samples of a batch, and each rank sees its own share alone "
-    "(gradients {gap:.1%} off at step {step}, {place}), as a contrastive loss does; gather what it compares from all "
-    "ranks.",
+    "coupled samples": "The loss or a layer couples the samples of a batch, as a contrastive loss does, or adds means "
+    "over different counts, and each rank sees its own share alone (gradients {gap:.1%} off at step {step}, {place}); "
+    "gather what the loss compares, or the counts, from all ranks.",
     "gathered without gradients": "Gradients are {gap:.1%} off one process's at step {step} ({0}): the collective at "
     "{place} computes no gradients of the tensors that it gathers; use torch.distributed.nn.functional's, and mind "
     "that DistributedDataParallel divides by the ranks.",
@@ -57,6 +57,8 @@ _SENTENCES = {
     "same samples: epoch": "Each rank trains the same {samples} samples in each epoch ({place}): give the loader a "
     "DistributedSampler, or prepare it.",
     "same samples: some": "Several ranks train {twice} of {samples} samples in one epoch ({place}).",
+    "missing samples": "{missing} of {of} samples are not in the epoch of any rank ({place}): the data set is divided "
+    "twice; give the DistributedSampler the whole data set.",
     "same order": "Each epoch has the same order of samples ({place}): the sampler does not know the epoch; call "
     "sampler.set_epoch(epoch) before each.",
     "same draws": "Ranks draw the same random numbers for their samples at step {step} (of shape {0}): each rank "

@@ -69,8 +69,8 @@ def list_passes(record: Recording) -> list[str]:
 def takes_turns(record: Recording) -> bool:
     """Return whether one process makes a micro-batch of each rank's, as where their number is divided by the ranks'."""
     replayed = record.read_reference(0)
-    calls = sum(window.micro_batches for window in record.step(0)) if record.steps else 0
-    return replayed is not None and replayed.micro_batches == calls > record.windows[0][0].micro_batches
+    calls = sum(window.calls for window in record.step(0)) if record.steps else 0
+    return replayed is not None and replayed.calls == calls > record.windows[0][0].calls
 
 
 def judge(record: Recording) -> Verdict:

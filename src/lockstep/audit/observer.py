@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -44,13 +45,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether draws were made that are no operator's result."""
         self.has_generator = False
         """Whether the present draw is from a generator that the script names."""
+        self.state = b""
+        """Digest of the present draw's generator before it; b"" if unknown."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        generator = (kwargs or {}).get("generator")
+        self.has_generator, self.state = generator is not None, _digest_generator(generator, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         is_filled = bool(args) and result is args[0]
-        if torch.Tag.nondeterministic_seeded not in func.tags or (is_filled and isinstance(result, nn.Parameter)):
+        if is_filled and isinstance(result, nn.Parameter):
             return result  # a parameter's first value is recorded as a weight
-        self.has_generator = (kwargs or {}).get("generator") is not None
         if not isinstance(result, tuple | list):
             return self._see(result, not is_filled, "randperm" in func.name())
         if func is torch.ops.aten.native_dropout.default and args[2]:
@@ -62,15 +68,30 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def _digest_generator(generator: torch.Generator | None, args: Any, options: Any) -> bytes:
+    """Return a digest of the state of the generator that an operator draws from; b"" if it is unknown."""
+    device = next((value.device for value in args if isinstance(value, Tensor)), options.get("device"))
+    kind = torch.device(device or "cpu").type
+    if generator is None and kind not in ("cpu", "cuda"):
+        return b""
+    if generator is not None:
+        state = generator.get_state()
+    else:
+        state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state(device)
+    return hashlib.sha256(state.numpy().tobytes()).digest()
+
+
 class Observer(ABC):
     """What recording and replaying share."""
 
     def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
         self.folder, self.dtype, self.modules = folder, dtype, Modules()
         self.step = 0
-        self.facts: dict[str, Any] = {"lengths": {}, "reductions": [], "saves": [], "collectives": 0, "gathers": False}
+        self.facts: dict[str, Any] = {"lengths": {}, "reductions": [], "saves": [], "collectives": 0, "gathers": []}
         self.is_evaluating = False
         self.is_tail = False
+        self.current: int | None = None
+        """The loader of the last batch."""
         self.inputs: list[bytes] = []
         self.unclipped: dict[int, Tensor] = {}
         """Gradients before they were clipped, by their parameters' id."""

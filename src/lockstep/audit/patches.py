@@ -105,10 +105,11 @@ def _watch_collectives(observer: Observer) -> None:
         result = plain(*args, **options)
         if observer.is_evaluating and not options.get("async_op"):
             observer.facts["collectives"] += 1
-            observer.facts["is_accelerated"] = "accelerate" in sys.modules
             if is_sum and tensors and tensors[0].numel() <= _REDUCED:
                 values = tensors[0].detach().double().flatten().tolist()
-                observer.facts["reductions"].append({"place": users_place(), "values": values})
+                observer.facts["reductions"].append(
+                    {"place": users_place(), "loader": observer.current, "values": values}
+                )
         return result
 
     for name in ("all_reduce", "reduce"):
@@ -224,10 +225,15 @@ def _watch_optimizers(observer: Observer) -> None:
 
 
 def watch_gathers(observer: Observer, accelerator: Any) -> None:
-    """Note calls of Accelerate's gather_for_metrics (in its module `accelerator`), which drops padded samples."""
+    """Note calls of Accelerate's (in its module `accelerator`) gather_for_metrics, which drops padding, and gather."""
 
-    def gather(plain: Any, *args: Any, **options: Any) -> Any:
-        observer.facts["gathers"] = True
+    def gather_samples(plain: Any, *args: Any, **options: Any) -> Any:
+        observer.facts["gathers"].append(observer.current)
         return plain(*args, **options)
 
-    wrap(accelerator.Accelerator, "gather_for_metrics", gather)
+    def gather(plain: Any, *args: Any, **options: Any) -> Any:
+        observer.facts["is_accelerated"] = observer.facts.get("is_accelerated", False) or observer.is_evaluating
+        return plain(*args, **options)
+
+    wrap(accelerator.Accelerator, "gather_for_metrics", gather_samples)
+    wrap(accelerator.Accelerator, "gather", gather)

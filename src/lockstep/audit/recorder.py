@@ -49,7 +49,6 @@ class Recorder(Observer):
         self._is_reading = self._reads_samples = False
         self._generators: Any = None
         self._fetcher: Any = None
-        self._current: int | None = None
         self._recent: set[int] = set()
         """Loaders that were read since a model was called."""
         self._training: set[int] = set()
@@ -61,6 +60,7 @@ class Recorder(Observer):
     def _begin_window(self) -> None:
         self._reads: list[Read] = []
         self._draws: list[Tensor] = []
+        self._states: list[bytes] = []
         self._weights: dict[int, list[Tensor]] = {}
         self._buffers: dict[str, Tensor] = {}
         self._called: set[int] = set()
@@ -109,14 +109,15 @@ class Recorder(Observer):
         self._save_order(number, iteration, loader)
         if self.is_tail and number in self._training:
             self.end_next_epoch()
-        iterator, count, is_long, yielded_s = None, 0, False, 0.0
+        iterator, count, yielded_s = None, 0, 0.0
+        is_long: bool | None = None  # of an evaluation, from the first call of the model on
         while True:
             self._compare_generators()
             self._is_reading = True  # what samplers and data sets draw is in the batches
             if iterator is None:
                 iterator = plain()
             is_over = self.is_tail and number in self._training
-            if count == 1 and self.is_tail and self.is_evaluating and self._current == number:
+            if is_long is None and count and self.is_tail and self.is_evaluating and self.current == number:
                 is_long = not self._reads_wholly(number, iteration, loader, time.monotonic() - yielded_s)
             if is_long:
                 batch, is_over = self._last_batch(loader, count), True
@@ -131,7 +132,9 @@ class Recorder(Observer):
                 with self.refuse_on_error():
                     batch = copy_batch(batch, self.dtype) if self.dtype else batch
                     self._reads.append(Read(number, iteration, copy_batch(batch), states))
-                self._current, count = number, count + 1
+                self.current, count = number, count + 1
+                if number in self._training:
+                    self.is_evaluating = False
                 earlier = set() if self.is_evaluating else self._recent  # an evaluation's are not trained on
                 self._recent = earlier | {number}
                 yielded_s = time.monotonic()
@@ -206,11 +209,13 @@ class Recorder(Observer):
         """Keep the result, except single numbers, such as seeds; of what a loader draws, a digest."""
         if not result.dim() or self.is_tail:
             return result
+        mode = self._mode
+        assert mode is not None
         if not self._is_reading:
             self._draws.append(result.detach().clone())
+            self._states.append(mode.state)
         elif self._reads_samples and not is_order:
-            has_generator = self._mode is not None and self._mode.has_generator
-            self._save_digest("generator" if has_generator else "torch", result.tolist())
+            self._save_digest("generator" if mode.has_generator else "torch", mode.state)
         return result
 
     def see_call(self, number: int, root: nn.Module) -> None:
@@ -249,6 +254,7 @@ class Recorder(Observer):
         window = Window(
             reads=self._reads,
             draws=self._draws,
+            states=self._states,
             is_drawn_outside=self._is_drawn_outside,
             weights=[self._weights.get(root, weights) for root, weights in enumerate(modules.copies())],
             gradients=modules.gradients(optimizer, {}),
@@ -265,7 +271,8 @@ class Recorder(Observer):
             learning_rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             schedule_steps=self.schedule_steps,
             inputs=self.inputs,
-            micro_batches=self.calls,
+            calls=self.calls,
+            training=self._training,
             exchanges=self._exchanges,
             place=users_place(),
         )

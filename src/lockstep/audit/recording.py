@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -66,6 +67,8 @@ class Window(NamedTuple):
     reads: list[Read]
     draws: list[Tensor]
     """Results of random operators, in call order."""
+    states: list[bytes]
+    """Digests of the generators' states before each of them."""
     is_drawn_outside: bool
     """Whether the script drew from `random` or NumPy."""
     weights: list[list[Tensor]]
@@ -87,8 +90,10 @@ class Window(NamedTuple):
     """Since the begin."""
     inputs: list[bytes]
     """Digests of the samples given to the model."""
-    micro_batches: int
-    """Calls of outermost modules whose gradients are computed."""
+    calls: int
+    """Of outermost modules whose gradients are computed."""
+    training: set[int]
+    """Loaders whose batches are trained on."""
     exchanges: list[bool]
     """By call of a DistributedDataParallel: whether its backward pass exchanges gradients."""
     place: str
@@ -96,8 +101,14 @@ class Window(NamedTuple):
 
     @property
     def batches(self) -> list[Any]:
-        """Its batches, without ends."""
-        return [read.batch for read in self.reads if not read.is_end]
+        """Its batches that are trained on."""
+        return [read.batch for read in self.reads if not read.is_end and read.loader in self.training]
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of its micro-batches: a batch may take several calls of the model, and be read ahead of its step."""
+        reads = collections.Counter(read.loader for read in self.reads if not read.is_end)
+        return min(self.calls, max((reads[loader] for loader in self.training if reads[loader]), default=self.calls))
 
     @property
     def samples(self) -> int:
@@ -112,7 +123,7 @@ class Replayed(NamedTuple):
     unclipped: list[list[Tensor | None]]
     schedule_steps: int
     inputs: list[bytes]
-    micro_batches: int
+    calls: int
     draws_of_samples: list[int]
     """Indices of the draws that have a row for each of the ranks' samples together."""
 

@@ -225,7 +225,7 @@ class Replayer(Observer):
         if len(draws) < len(windows):
             return result
         is_alike = are_equal(draws)
-        sizes = [count_samples(window.reads[0].batch) if window.reads else 0 for window in windows]
+        sizes = [count_samples(window.batches[0]) if window.batches else 0 for window in windows]
         of_samples = not any(sizes) or sizes == [len(draw) for draw in draws]  # also where the script asks for fewer
         has_lengths = len({draw.shape[1:] for draw in draws}) > 1  # of token batches
         joint, rows = draws[0], sum(map(len, draws))

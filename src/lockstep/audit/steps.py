@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 
@@ -23,7 +22,7 @@ def judge_numbers(record: Recording) -> Finding | None:
 def judge_calls(step: Step) -> Finding | None:
     """Compare the ranks' numbers of batches and of calls of the model."""
     batches = [len(window.batches) for window in step.windows]
-    calls = [window.micro_batches for window in step.windows]
+    calls = [window.calls for window in step.windows]
     has_other_batches = step.number and all(batches) and len({*batches}) > 1  # in the first, a rank may look at data
     if not has_other_batches and len({*calls}) == 1:
         return None
@@ -49,13 +48,16 @@ def judge_draws(record: Recording, step: Step) -> Finding | None:
     replayed = record.read_replay(step.number, TOGETHER)
     of_samples = replayed.draws_of_samples if replayed is not None else []
     parameters = {tensor.shape for tensors in step.windows[0].weights for tensor in tensors}
-    sizes = {count_samples(read.batch) for window in step.windows for read in window.reads[:1]}
+    sizes = {count_samples(batch) for window in step.windows for batch in window.batches[:1]}
     sizes = sizes or {len(window.inputs) for window in step.windows}
     for number, draws in enumerate(zip(*(window.draws for window in step.windows), strict=False)):
         first = draws[0]
         has_sizes = all(len(draw) in sizes and draw.shape not in parameters for draw in draws)
         is_constant = first.numel() < 2 or bool((first == first.flatten()[0]).all())
-        if (number in of_samples or has_sizes) and has_equal_pair(draws) and not is_constant:
+        # Equal numbers from different states are chance, as of one draw per sample.
+        states = [window.states[number] for window in step.windows]
+        is_same = has_equal_pair(draws) and len({*states}) < len(states)
+        if (number in of_samples or has_sizes) and is_same and not is_constant:
             return make_finding("same draws", tuple(first.shape), shape=[*first.shape], **step.evidence)
     return None
 
@@ -89,8 +91,7 @@ def judge_buffers(step: Step) -> Finding | None:
 def judge_exchanges(step: Step) -> Finding | None:
     """Look for gradients that are exchanged in each micro-batch."""
     window = step.windows[0]
-    reads = collections.Counter(read.loader for read in window.reads if not read.is_end)
-    count = max(reads.values(), default=window.micro_batches)
+    count = window.micro_batches
     if not step.number or count < 2 or len(window.exchanges) != count or not all(window.exchanges):
         return None
     return make_finding("no_sync missing", count - 1, micro_batches=count, **step.evidence)
@@ -112,7 +113,7 @@ def judge_last_window(record: Recording) -> Finding | None:
         return None
     windows = [record.windows[0][step] for step in numbers]
     full, short = (name_gradients(windows[0], replay.gradients) for replay in replays)
-    factor, counts = find_factor(short, full), [window.micro_batches for window in windows]
+    factor, counts = find_factor(short, full), [window.calls for window in windows]
     if math.isclose(factor, 1.0, abs_tol=1e-2):
         return None
     return make_finding("last window", step=numbers[1] + 1, micro_batches=counts, factor=factor, place=windows[0].place)

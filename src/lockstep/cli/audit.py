@@ -116,7 +116,7 @@ def _measure(audited: Audited, folder: Path) -> Verdict:
     from ..audit import judge  # late: it imports torch
     from ..audit.recording import TOGETHER, TURNS, Recording
 
-    record = Recording(folder)
+    record, recorded = Recording(folder), code
     passes = [TOGETHER]
     while passes:
         code = audited.run("replay", folder, 1, passes=passes)
@@ -132,7 +132,11 @@ def _measure(audited: Audited, folder: Path) -> Verdict:
             passes = judge.list_passes(record)
         else:
             passes = [name for name in passes if name not in complete]
-    return judge.judge(record)
+    verdict = judge.judge(record)
+    if recorded != 0:
+        ending = "did not end in time" if recorded is None else f"failed with exit code {recorded}"
+        verdict.unseen.append(f"what follows the {verdict.steps} steps, since the script {ending} there")
+    return verdict
 
 
 def _print_output(path: Path) -> None:
