@@ -270,12 +270,24 @@ for epoch in session.epochs(2):
         ("    correct = 0", "    moved = 0", "defines moved"),
         ("    correct = 0", "    print(session)", "session is passed on"),
         ("    correct = 0", "    lockstep.launch(1)", "it uses lockstep.launch"),
+        (
+            "    correct = 0",
+            "    def save(net):\n        torch.save(net.state_dict(), 'x.pt')\n    save(model)",
+            "save uses net.state_dict, which a wrapper hides",
+        ),
     ],
 )
 def test_a_line_without_plain_form_is_named(old: str, new: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as refused:
         loop.eject_loop(tmp_path / "train.py", LOOP.replace(old, new))
     assert reason in str(refused.value)
+
+
+def test_a_function_above_the_session_uses_the_inner_model(tmp_path: Path) -> None:
+    above = "def save():\n    torch.save(model.state_dict(), 'x.pt')\n\n\nsession ="
+    assert "torch.save(model.module.state_dict()" in loop.eject_loop(
+        tmp_path / "train.py", LOOP.replace("session =", above, 1)
+    )
 
 
 def test_the_ways_are_those_of_eject() -> None:

@@ -72,6 +72,7 @@ COMMENTS = {
     "BatchNorm over the samples of all ranks, on CPUs. torch.nn.SyncBatchNorm needs GPUs.": (
         "在 CPU 上对所有 rank 的样本做 BatchNorm。torch.nn.SyncBatchNorm 需要 GPU。"
     ),
+    "Return the number of samples of the smallest batch.": "返回最小的 batch 的样本数。",
     "Return the rate at an optimizer step.": "返回某一步的学习率。",
     "Return the sum of the losses of images x (n, C, H, W) with labels y (n,).": (
         "返回图像 x (n, C, H, W) 与标签 y (n,) 的损失之和。"

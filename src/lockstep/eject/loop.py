@@ -116,6 +116,8 @@ class _Ejection:
                 self._loop(node)
             elif isinstance(node, ast.Name):
                 self._check_name(node)
+            elif isinstance(node, ast.Call):
+                self._check_passed_models(node)
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == self._session:
                     self._use(node)
@@ -163,9 +165,33 @@ class _Ejection:
 
     def _is_hidden(self, node: ast.Attribute) -> bool:
         """Return whether an attribute of a model is out of reach once the model is wrapped."""
-        prepare = next(self._calls("prepare"), None)
-        is_wrapped = prepare is not None and node.lineno > prepare.lineno
+        prepare, parent = next(self._calls("prepare"), None), self._parents[node]
+        while parent in self._parents and not isinstance(parent, ast.FunctionDef):
+            parent = self._parents[parent]
+        is_wrapped = prepare is not None and (node.lineno > prepare.lineno or isinstance(parent, ast.FunctionDef))
         return is_wrapped and ast.unparse(node.value) in self._prepared.models and node.attr not in _OF_ANY_MODULE
+
+    def _check_passed_models(self, call: ast.Call) -> None:
+        """Refuse a call whose function uses, by another name, an attribute of the model that a wrapper hides."""
+        functions = (node for node in ast.walk(self._text.tree) if isinstance(node, ast.FunctionDef))
+        function = next((node for node in functions if node.name == ast.unparse(call.func)), None)
+        if function is None:
+            return
+        names = [parameter.arg for parameter in function.args.args]
+        passed = [*zip(names, call.args, strict=False), *((item.arg, item.value) for item in call.keywords)]
+        renamed = {name for name, value in passed if ast.unparse(value) in self._prepared.models} - {
+            *self._prepared.models
+        }
+        for node in ast.walk(function):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr not in _OF_ANY_MODULE
+                and ast.unparse(node.value) in renamed
+            ):
+                name = ast.unparse(node.value)
+                raise self._refuse(
+                    call, f"{function.name} uses {name}.{node.attr}, which a wrapper hides; call it by the model's name"
+                )
 
     def _replace(self, node: ast.expr, code: str) -> None:
         self._used |= {name.id for name in ast.walk(ast.parse(code)) if isinstance(name, ast.Name)}

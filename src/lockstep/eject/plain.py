@@ -42,6 +42,12 @@ class GlobalBatches:
     def __init__(self, samples: int, size: int, rank: int, world: int, *, shuffles: bool, seed: int = 0) -> None:
         self.samples, self.size, self.rank, self.world, self.shuffles = samples, size, rank, world, shuffles
         self.seed = seed
+        if self.smallest() < world:
+            raise SystemExit(f"A batch of {self.smallest()} samples is too small for {world} ranks.")
+
+    def smallest(self) -> int:
+        """Return the number of samples of the smallest batch."""
+        return self.samples % self.size or self.size
 
     def __len__(self) -> int:
         return math.ceil(self.samples / self.size)
@@ -51,13 +57,15 @@ class GlobalBatches:
         order = torch.randperm(self.samples, generator=generator) if self.shuffles else torch.arange(self.samples)
         self.seed += 1  # another order in the next pass, alike on all ranks
         for batch in order.split(self.size):
-            if len(batch) < self.world:
-                raise SystemExit(f"A batch of {len(batch)} samples is too small for {self.world} ranks.")
             yield batch.tensor_split(self.world)[self.rank].tolist()
 
 
 class EvaluationBatches(GlobalBatches):
     """The same in ascending order, with batches of about `size` samples."""
+
+    def smallest(self) -> int:
+        """Return the number of samples of the smallest batch."""
+        return self.samples // len(self)
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in torch.arange(self.samples).tensor_split(len(self)):

@@ -247,6 +247,8 @@ def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            if module.weight is None or module.running_mean is None or module.momentum is None:
+                raise SystemExit("BatchNorm on CPUs needs weights, running statistics and a momentum here.")
             module.__class__ = SyncBatchNorm
     return model
 
