@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from lockstep.audit import start
 
 from ..command import command
 from ..needs import need
+from ..ports import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "audited"
 PEERS = {
@@ -199,10 +199,7 @@ def test_an_example_has_the_finding_of_its_docstring(name: str, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "code"), [("plain", 0), ("unwrapped", 3)])
 def test_a_script_that_spawns_its_ranks_is_judged(kind: str, code: int, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = (sys.executable, SCRIPTS / "ddp.py", kind, "--spawn", port)
+    words = (sys.executable, SCRIPTS / "ddp.py", kind, "--spawn", free_port())
     ended = command(tmp_path, "audit", "--", *words)
     assert ended.code == code, ended
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..verify.workbench import TOLERANCE, TOLERANCES, gaps, worst
+from ..verify.workbench import TOLERANCE, TOLERANCES, find_factor, gaps, worst
 from .recording import BY_SHARE, REVERSED, Alone, Recording, Replayed, Window
 from .tensors import are_equal
 
@@ -113,16 +113,6 @@ def find_differing(ranks: Sequence[Gradients]) -> list[str]:
         for name in names
         if any(name not in gradients for gradients in ranks) or not are_equal([gradients[name] for gradients in ranks])
     )
-
-
-def find_factor(gradients: Gradients, reference: Gradients) -> float:
-    """Return the factor k that minimizes |k × `reference` − `gradients`|²; 1 where all are 0."""
-    names = _common_names(gradients, reference)
-    if not names:
-        return 1.0
-    a, b = _flatten(gradients, names), _flatten(reference, names)
-    square = float(b @ b)
-    return float(a @ b) / square if square else 1.0
 
 
 def find_weights(alone: Sequence[Gradients], gradients: Gradients, tolerance: float) -> list[float] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
+from ..verify.workbench import find_factor
 from .findings import Finding, make_finding
-from .gradients import Step, find_factor, name_gradients
+from .gradients import Step, name_gradients
 from .recording import FIRST, SOURCES, TOGETHER, Recording, Window
 from .tensors import are_equal, count_samples, has_equal_pair, hash_samples, list_tensors
 

@@ -27,8 +27,6 @@ from .link import Linked
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _ELSEWHERE = {"data", "output", "log-every"}
-_SIZE = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000}
-"""Training samples of the data sets whose number is known."""
 _REFUSED = {
     "lr-scale": "learning rates by parameter",
     "freeze": "frozen parameters",

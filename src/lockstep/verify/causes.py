@@ -18,7 +18,7 @@ from ..checkpoint.state import few
 from ..config.registry import KINDS
 from .model_state import ModelState
 from .switches import EVERYTHING, Constants, Off, find_sample_state, find_unsteady_layer, switched_off
-from .workbench import ONE, TOLERANCE, Case, Workbench, beyond, gaps, worst
+from .workbench import ONE, TOLERANCE, Case, Workbench, beyond, find_factor, gaps, worst
 
 _SENTENCES = {
     "data": "ranks read other samples than one process does for their shares: the data set, or the order that they are "
@@ -71,7 +71,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
 
     def measure(case: Case, off: Off, *, rescaled: bool = False) -> dict[str, float]:
         gradients, reference = bench.under(strategy, case, off), bench.under(ONE, case, off)
-        return gaps(gradients, reference, _ratio(gradients, reference) if rescaled else 1.0)
+        return gaps(gradients, reference, find_factor(gradients, reference) if rescaled else 1.0)
 
     def is_within(gaps: Mapping[str, float]) -> bool:
         answer: bool = bench.world.gather(worst(gaps) <= tolerance)[0]  # rank 0 measures; all ranks take its branch
@@ -95,7 +95,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
             add("mean of means", residual, worst(remaining))
         elif is_within(remaining := measure(case, EVERYTHING, rescaled=True)):
             rescaled = True
-            factor = _ratio(bench.under(strategy, case, EVERYTHING), bench.under(ONE, case, EVERYTHING))
+            factor = find_factor(bench.under(strategy, case, EVERYTHING), bench.under(ONE, case, EVERYTHING))
             add("a wrong count", residual, worst(remaining), factor)
         else:
             name, detail = "unexplained", ""
@@ -122,13 +122,6 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
     if not causes:
         add("unexplained", {}, worst(residual))
     return causes
-
-
-def _ratio(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the factor k that minimizes |k × `reference` − `gradients`|²; 1 if all are 0."""
-    shared = [name for name in reference if name in gradients]
-    square = sum(float((reference[name] ** 2).sum()) for name in shared)
-    return sum(float((gradients[name] * reference[name]).sum()) for name in shared) / square if square else 1.0
 
 
 def _name_loss_cause(bench: Workbench) -> str:

@@ -59,6 +59,13 @@ def gaps(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale
     return compared.sizes(FLOOR * largest or 1.0) | lost
 
 
+def find_factor(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Return the factor k that minimizes |k × `reference` − `gradients`|²; 1 if all are 0."""
+    pairs = [(gradients[name].double(), tensor.double()) for name, tensor in reference.items() if name in gradients]
+    square = sum(float(b.square().sum()) for _, b in pairs)
+    return sum(float((a * b).sum()) for a, b in pairs) / square if square else 1.0
+
+
 def worst(sizes: Mapping[str, float]) -> float:
     """Return the largest gap; 0 without gaps."""
     return max(sizes.values(), default=0.0)
