@@ -51,7 +51,7 @@ def _examine(world: World, folder: Path, fault: str) -> tuple[Finding, ...]:
 @pytest.mark.parametrize(
     ("fault", "name", "told"),
     [
-        pytest.param("silent", "ranks", "rank 1 fell silent at host", marks=pytest.mark.long),
+        ("silent", "ranks", "rank 1 fell silent at host"),
         ("bits", "bytes sent", "rank 0 to rank 1"),
     ],
 )

@@ -293,7 +293,6 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.long
 def test_a_small_file_costs_little_whatever_it_is(tmp_path: Path) -> None:
     files = images()
     for name, (data, _) in files.items():
