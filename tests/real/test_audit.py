@@ -224,6 +224,15 @@ def _run_ddp(kind: str) -> str:
     return f"import runpy, sys\nsys.argv[1:] = [{kind!r}]\nrunpy.run_path({path!r}, run_name='__main__')"
 
 
+_FAILS_THEN = """\
+import os
+with open("runs", "a+") as file:  # two ranks record, and a third process replays
+    file.write("1")
+    if file.tell() > 3:
+        os._exit(1)
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "code", "words"),
@@ -233,9 +242,14 @@ def _run_ddp(kind: str) -> str:
         ("import time\ntime.sleep(60)", 2, "no optimizer has stepped after a model's call within 3 s"),
         (_run_ddp("own-numpy"), 2, "cannot be judged: it draws from `random` or NumPy"),
         (_run_ddp("other-loader"), 2, "cannot be judged: in one process it reads a loader that its ranks do not read"),
+        (
+            _FAILS_THEN + _run_ddp("last-window"),
+            2,
+            "cannot be judged: it failed in the replays that show causes (first",
+        ),
         (_run_ddp("lengths-unusual"), 2, "cannot be judged: lockstep fails to observe it (TypeError: Unusual"),
     ],
-    ids=["fails", "no step", "no end", "draws", "other loader", "unusual batch"],
+    ids=["fails", "no step", "no end", "draws", "other loader", "failed replay", "unusual batch"],
 )
 def test_a_script_that_cannot_be_judged_has_a_sentence(text: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)

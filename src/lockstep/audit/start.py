@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from ..launchers.process import end_with_parent
 from . import BEGUN, VARIABLE
 
 _STARTUP = Path(__file__).parent / "startup"
+_PORTS = range(10_000, 30_000)
 _LOOK_S = 0.1
 _GRACE_S = 2.0  # for messages of the other ranks after one has failed
 
@@ -32,14 +34,20 @@ class Process(NamedTuple):
 
 def ranks(command: Sequence[str], count: int) -> list[Process]:
     """Return `count` ranks of a command, with the variables that torchrun would give them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCHELASTIC_RUN_ID": "audit"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{_free_port()}", "TORCHELASTIC_RUN_ID": "audit"}
     shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), f"{count}")
     shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     variables = ("RANK", "LOCAL_RANK", "ROLE_RANK")
     return [Process(command, shared | dict.fromkeys(variables, f"{rank}")) for rank in range(count)]
+
+
+def _free_port() -> int:
+    """Return a free port below those that the kernel gives to others before the ranks listen."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run(

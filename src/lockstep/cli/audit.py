@@ -117,7 +117,7 @@ def _measure(audited: Audited, folder: Path) -> Verdict:
     from ..audit.recording import TOGETHER, TURNS, Recording
 
     record, recorded = Recording(folder), code
-    passes = [TOGETHER]
+    passes, missed = [TOGETHER], list[str]()
     while passes:
         code = audited.run("replay", folder, 1, passes=passes)
         start.remove_new_files(folder)
@@ -125,6 +125,7 @@ def _measure(audited: Audited, folder: Path) -> Verdict:
         if code and not complete and not (folder / REFUSED).exists():
             _print_output(folder / "replay.txt")
         if not complete or (folder / REFUSED).exists():
+            missed = [name for name in passes if name not in (*complete, TOGETHER, TURNS)]
             break
         if passes == [TOGETHER] and judge.takes_turns(record):
             passes = [TURNS]
@@ -133,6 +134,8 @@ def _measure(audited: Audited, folder: Path) -> Verdict:
         else:
             passes = [name for name in passes if name not in complete]
     verdict = judge.judge(record)
+    if missed:
+        verdict.refuse(f"it failed in the replays that show causes ({', '.join(missed)})")
     if recorded != 0:
         ending = "did not end in time" if recorded is None else f"failed with exit code {recorded}"
         verdict.unseen.append(f"what follows the {verdict.steps} steps, since the script {ending} there")

@@ -244,7 +244,7 @@ class RunConfig:
     record: RecordConfig = field(default_factory=RecordConfig)
     proof: ProofConfig = field(default_factory=ProofConfig)
     epochs: int = 10  # Passes over the training set.
-    max_steps: _MaybeInt = None  # End after N steps; schedules still follow --epochs.
+    max_steps: _MaybeInt = None  # End after N steps; schedules of train still follow --epochs.
     eval_every: Annotated[int, _key(metavar="EPOCHS")] = 1  # Epochs between evaluations; the last has one.
     patience: Annotated[int | None, _key(metavar="N")] = None  # End after N evaluations without improvement.
     seed: Annotated[int, _FromZero] = 0  # Seed of weights, order and augmentation.
