@@ -64,7 +64,7 @@ def chain(session: Any, how: str) -> Numbers:
 
 
 @loop("list", quick=True)
-@loop("kept", resumed=REFUSED)
+@loop("kept", resumed=RIGHT | REFUSED)
 @loop("reversed", accumulated=REFUSED, saves_by_epoch=True)
 def all_at_once(session: Any, how: str) -> Numbers:
     """Read the whole epoch before training on it."""

@@ -195,9 +195,9 @@ class Loop:
         position = self.position
         if place == position.passes and batch < self.resumed_at:
             raise RequestError(
-                f"The first {counted(self.resumed_at, 'batch')} of this epoch were trained before the run was resumed, "
-                f"and the loop trains number {batch + 1} again: read the loader within the epoch, as in `for batch in "
-                "loader`, or leave --checkpoint-every out, so that checkpoints are those of whole epochs."
+                f"The checkpoint holds {counted(self.resumed_at, 'batch')} of this epoch, and the resumed loop trains "
+                f"number {batch + 1} again: read the loader within the epoch, as in `for batch in loader`, or leave "
+                "--checkpoint-every out, so that checkpoints are those of whole epochs."
             )
         position.passes, position.within, position.is_open = place, batch + 1, False
         if place not in position.trained:
