@@ -1,4 +1,4 @@
-"""Private API of torch: the parts that lockstep uses and torch does not promise.
+"""Private API of torch, and a name of Lightning: the parts that lockstep uses and they do not promise.
 
 `tests/ranks/test_private.py` shows the consequences of a missing part.
 """
@@ -13,6 +13,7 @@ import multiprocessing.queues
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,13 @@ TCPStore = _stores.TCPStore
 
 foreach_copy_ = torch._foreach_copy_
 """Copy of a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""
+
+
+def loader_copied_by_lightning() -> Any:
+    """Return the loader that Lightning is replacing by a copy at this moment, as to give it a sampler; or None."""
+    calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "_reinstantiate_wrapped_cls")
+    call = next(calls, None)
+    return call.f_locals.get("orig_object") if call is not None else None
 
 
 def is_viewed(tensor: Tensor) -> bool:

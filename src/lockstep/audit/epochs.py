@@ -73,16 +73,16 @@ def _judge_epoch(orders: list[Tensor], universe: Tensor, facts: dict[str, Any]) 
     counts = torch.cat(orders).bincount()
     sets = [order.unique() for order in orders]  # type: ignore[no-untyped-call]
     repeats = max(len(order) - len(samples) for order, samples in zip(orders, sets, strict=True))
-    twice, padding = int((counts - 1).clamp(min=0).sum()), len(orders) * facts["batch_size"]
-    evidence: dict[str, Any] = {"samples": int((counts > 0).sum()), "twice": twice, "place": facts["place"]}
+    repeated, padding = int((counts - 1).clamp(min=0).sum()), len(orders) * facts["batch_size"]
+    evidence: dict[str, Any] = {"samples": int((counts > 0).sum()), "repeated": repeated, "place": facts["place"]}
     if has_equal_pair(sets):
         return make_finding("same samples: epoch", **evidence)
     missing = len(universe) - evidence["samples"]
     if missing >= padding and facts["sampler"] == "torch.utils.data.distributed":
         return make_finding("missing samples", missing=missing, of=len(universe), place=facts["place"])
-    if not twice or repeats > padding:
+    if not repeated or repeats > padding:
         return None
-    if twice < padding:
+    if repeated < padding:
         return make_finding("padded epoch", **evidence)
     if facts["sampler"].startswith(("torch.", "accelerate.", "lightning.")):  # others may repeat samples on purpose
         return make_finding("same samples: some", **evidence)
@@ -174,8 +174,8 @@ def _judge_parts(record: Recording, evaluated: _Evaluated, padding: int) -> list
     samples = len(next(iter(evaluated.divided.values()))[0])
     return [
         None if has_exchanged else make_finding("evaluation of a part", samples=samples, **evidence),
-        make_finding("evaluation drops", never=evaluated.missing, **evidence) if evaluated.missing else None,
-        make_finding("evaluation pads", twice=padding, **evidence) if padding and has_exchanged else None,
+        make_finding("evaluation drops", missing=evaluated.missing, **evidence) if evaluated.missing else None,
+        make_finding("evaluation pads", repeated=padding, **evidence) if padding and has_exchanged else None,
     ]
 
 

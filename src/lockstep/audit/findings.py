@@ -56,7 +56,7 @@ _SENTENCES = {
     "whole data set; give the loader a DistributedSampler, or prepare it.",
     "same samples: epoch": "Each rank trains the same {samples} samples in each epoch ({place}): give the loader a "
     "DistributedSampler, or prepare it.",
-    "same samples: some": "Several ranks train {twice} of {samples} samples in one epoch ({place}).",
+    "same samples: some": "Several ranks train {repeated} of {samples} samples in one epoch ({place}).",
     "missing samples": "{missing} of {of} samples are not in the epoch of any rank ({place}): the data set is divided "
     "twice; give the DistributedSampler the whole data set.",
     "same order": "Each epoch has the same order of samples ({place}): the sampler does not know the epoch; call "
@@ -67,9 +67,9 @@ _SENTENCES = {
     "are augmented as those of the others; seed torch, `random` and NumPy differently on each rank.",
     "schedule": "{0} the schedule was stepped {ranks} times on {1} ranks and {one_process} times in one process "
     "(learning rate {learning_rate}): it is stepped for each rank; a schedule counts optimizer steps or epochs.",
-    "evaluation pads": "{twice} of {of} samples are evaluated twice ({place}): the sampler pads, and the mean counts "
-    "them again; leave out the padding.",
-    "evaluation drops": "{never} of {of} samples are never evaluated ({place}): the sampler or loader drops the rest "
+    "evaluation pads": "{repeated} of {of} samples are evaluated twice ({place}): the sampler pads, and the mean "
+    "counts them again; leave out the padding.",
+    "evaluation drops": "{missing} of {of} samples are never evaluated ({place}): the sampler or loader drops the rest "
     "that does not divide; keep it, or evaluate it apart.",
     "evaluation differs": "The evaluation reduces {ranks:.6g} over {0} ranks ({place}), where one process has "
     "{one_process:.6g} of the same samples: a mean of means; reduce sums and counts, and divide once.",
@@ -82,8 +82,8 @@ _SENTENCES = {
     "process's.",
     "no_sync missing": "Gradients are exchanged in each of {micro_batches} micro-batches of step {step} ({place}); "
     "under no_sync, around forward and backward of all but the last, {0} of {micro_batches} exchanges are saved.",
-    "padded epoch": "{twice} of {samples} samples come twice in an epoch ({place}), so that all ranks have as many: by "
-    "design of the sampler.",
+    "padded epoch": "{repeated} of {samples} samples come twice in an epoch ({place}), so that all ranks have as many: "
+    "by design of the sampler.",
 }
 """By kind of a finding; where a kind has several sentences, by KIND: VARIANT."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
+from .._torch import loader_copied_by_lightning
 from . import BEGUN, recording
 
 if TYPE_CHECKING:
@@ -63,19 +64,12 @@ def users_place() -> str:
     return ""
 
 
-def _find_original() -> Any:
-    """Return the loader that Lightning replaces by a copy at this moment, as to give it a sampler; or None."""
-    calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "_reinstantiate_wrapped_cls")
-    call = next(calls, None)
-    return call.f_locals.get("orig_object") if call is not None else None
-
-
 def _watch_loaders(observer: Observer) -> None:
     iterations = collections.Counter[int]()
 
     def create(plain: Any, loader: DataLoader[Any], *args: Any, **options: Any) -> None:
         plain(loader, *args, **options)
-        number = observer.number_of(_find_original())
+        number = observer.number_of(loader_copied_by_lightning())
         if number is None:
             observer.loaders.append(loader)
         else:
@@ -101,7 +95,7 @@ def _watch_collectives(observer: Observer) -> None:
     def exchange(is_sum: bool, plain: Any, *args: Any, **options: Any) -> Any:
         tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            observer.facts.setdefault("cut", users_place())
+            observer.facts.setdefault("clipped", users_place())
         result = plain(*args, **options)
         if observer.is_evaluating and not options.get("async_op"):
             observer.facts["collectives"] += 1

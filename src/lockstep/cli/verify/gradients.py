@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import user_code
 from ...audit import start as start_audit
+from ...audit.measure import Audited
 from ...audit.start import Process
 from ...config.options import override
 from ...config.registry import KINDS
@@ -115,7 +116,7 @@ def _audit(options: Mapping[str, Any], flag_words: Sequence[str], script: Sequen
             run_folder = tempfile.mkdtemp(dir=scratch)  # each start is a run
             return start_audit.ranks(python("lockstep", *setup.arguments, "--output", run_folder, *script), count)
 
-        return audit.judge(audit.Audited(shlex.join(script), ranks, setup.devices), folder, keep)
+        return audit.report(Audited(shlex.join(script), ranks, setup.devices), folder, keep)
 
 
 def _takes_batch(step: str) -> bool:
