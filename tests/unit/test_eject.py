@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,16 @@ def test_a_function_above_the_session_uses_the_inner_model(tmp_path: Path) -> No
     assert "torch.save(model.module.state_dict()" in loop.eject_loop(
         tmp_path / "train.py", LOOP.replace("session =", above, 1)
     )
+
+
+def test_parts_of_a_model_are_reached_before_and_after_it_is_wrapped(tmp_path: Path) -> None:
+    head, opening, rest = LOOP.partition("session =")
+    rest = rest.replace("optimizer =", "model.head = nn.Linear(8, 2)\noptimizer =", 1)
+    rest = rest.replace("    correct = 0", "    model.head.train()\n    correct = 0")
+    script = f"{head}def main():\n{textwrap.indent(opening + rest, '    ')}\n\nmain()\n"
+    ejected = loop.eject_loop(tmp_path / "train.py", script)
+    assert "    model.head = nn" in ejected
+    assert "model.module.head.train()" in ejected
 
 
 def test_the_ways_are_those_of_eject() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -97,7 +98,7 @@ class _Ejection:
                     prepared.loaders.add(name)
                 elif name in called:
                     prepared.models.add(name)
-                elif f"{name}.step" not in called and "schedule" not in value.lower():
+                elif f"{name}.step" not in called and not re.search("optim|schedule", value.lower()):
                     raise self._refuse(node, f"{name} is neither a model that is called, nor a DataLoader or optimizer")
         return prepared
 
@@ -122,7 +123,9 @@ class _Ejection:
                 if node.value.id == self._session:
                     self._use(node)
                 elif self._is_hidden(node):
-                    if node.attr not in _OF_INNER:
+                    outer = self._parents[node]
+                    of_a_part = isinstance(outer, ast.Attribute) and outer.attr in (*_OF_ANY_MODULE, *_OF_INNER)
+                    if node.attr not in _OF_INNER and not of_a_part:
                         raise self._refuse(node, f"DistributedDataParallel hides {node.value.id}.{node.attr}")
                     self._replace(node.value, f"{node.value.id}.module")
         text, end = self._text.text, len(self._text.text)
@@ -165,11 +168,17 @@ class _Ejection:
 
     def _is_hidden(self, node: ast.Attribute) -> bool:
         """Return whether an attribute of a model is out of reach once the model is wrapped."""
-        prepare, parent = next(self._calls("prepare"), None), self._parents[node]
-        while parent in self._parents and not isinstance(parent, ast.FunctionDef):
-            parent = self._parents[parent]
-        is_wrapped = prepare is not None and (node.lineno > prepare.lineno or isinstance(parent, ast.FunctionDef))
-        return is_wrapped and ast.unparse(node.value) in self._prepared.models and node.attr not in _OF_ANY_MODULE
+        if ast.unparse(node.value) not in self._prepared.models or node.attr in _OF_ANY_MODULE:
+            return False
+        prepare = next(self._calls("prepare"))
+        return node.lineno > prepare.lineno or self._function_of(node) is not self._function_of(prepare)
+
+    def _function_of(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost function around a node."""
+        outer = self._parents.get(node)
+        while outer is not None and not isinstance(outer, ast.FunctionDef):
+            outer = self._parents.get(outer)
+        return outer
 
     def _check_passed_models(self, call: ast.Call) -> None:
         """Refuse a call whose function uses, by another name, an attribute of the model that a wrapper hides."""
