@@ -1,4 +1,4 @@
-"""Link a program: the definitions that it reaches, out of its own source and the modules that it imports."""
+"""Link a program: the definitions that it reaches, from its source and the modules that it imports."""
 
 from __future__ import annotations
 
@@ -80,29 +80,29 @@ class Linked:
         program: str,
         names: Iterable[str],
         entries: Mapping[str, Path] | None = None,
-        others: Imports | None = None,
+        imports: Imports | None = None,
     ) -> None:
-        """`entries` are {name: file} of further definitions, and `others` further imports.
+        """`entries` are {name: file} of further definitions, and `imports` further imports.
 
         Raises ValueError for two definitions of one name.
         """
         self._modules = {"": _parsed(program, Path(__file__).parent)}
         self._reached: dict[str, set[int]] = {"": set()}
         self.imports: dict[str, tuple[str, str]] = {}
-        self._find({name: str(path) for name, path in (entries or {}).items()}, others or {}, names)
-        kept = {
+        self._find({name: str(path) for name, path in (entries or {}).items()}, imports or {}, names)
+        by_file = {
             file: [definition for number, definition in enumerate(self._modules[file].definitions) if number in numbers]
             for file, numbers in self._reached.items()
         }
-        names = [name for definitions in kept.values() for definition in definitions for name in definition.names]
+        names = [name for definitions in by_file.values() for definition in definitions for name in definition.names]
         if len({*names}) < len(names):
             raise ValueError(f"{names} are not different")
-        main = kept.pop("")
+        main = by_file.pop("")
         self._constants = [definition for definition in main if not definition.code.startswith(_BLOCKS)]
-        self._definitions = [definition for file in reversed(kept) for definition in kept[file]]
+        self._definitions = [definition for file in reversed(by_file) for definition in by_file[file]]
         self._definitions += [definition for definition in main if definition.code.startswith(_BLOCKS)]
 
-    def _find(self, files: Mapping[str, str], others: Imports, names: Iterable[str]) -> None:
+    def _find(self, files: Mapping[str, str], imports: Imports, names: Iterable[str]) -> None:
         waiting, seen = [("", name) for name in names], set[tuple[str, str]]()
         while waiting:
             file, name = waiting.pop()
@@ -125,8 +125,8 @@ class Linked:
                 waiting.append((module.relative[name], name))
             elif not file and name in files:
                 waiting.append((files[name], name))
-            elif not file and name in others:
-                self.imports[name] = others[name]
+            elif not file and name in imports:
+                self.imports[name] = imports[name]
 
     @property
     def names(self) -> set[str]:

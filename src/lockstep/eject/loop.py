@@ -148,11 +148,11 @@ class _Ejection:
             waiting += ast.iter_child_nodes(node)
 
     def _remove(self, node: ast.Expr) -> None:
-        """Remove a statement, which has its lines for itself."""
+        """Remove a statement that shares its lines with no other."""
         assert node.end_lineno is not None
-        before = self._text.text[self._text.line_start(node.lineno) : self._text.start(node)]
-        after = self._text.text[self._text.stop(node) : self._text.line_start(node.end_lineno + 1)]
-        if before.strip() or after.partition("#")[0].strip():
+        prefix = self._text.text[self._text.line_start(node.lineno) : self._text.start(node)]
+        suffix = self._text.text[self._text.stop(node) : self._text.line_start(node.end_lineno + 1)]
+        if prefix.strip() or suffix.partition("#")[0].strip():
             raise self._refuse(node, "give the statement a line of its own")
         self._replace_lines(node, ["pass"] if len(getattr(self._parents[node], "body", [])) == 1 else [])
 
@@ -294,12 +294,12 @@ class _Ejection:
             raise self._refuse(node, f"{self._session}.{node.attr}")
 
     def _edit_call(self, call: ast.Call, form: str) -> None:
-        """Replace a call around its first argument, which has edits of its own."""
-        before, after = form.split("{0}")
+        """Replace a call around its first argument, which is edited separately."""
+        prefix, suffix = form.split("{0}")
         argument = call.args[0]
         self._used |= {name.id for name in ast.walk(ast.parse(form.format("x"))) if isinstance(name, ast.Name)}
-        self._edits.append(Edit(self._text.start(call), self._text.start(argument), before))
-        self._edits.append(Edit(self._text.stop(argument), self._text.stop(call), after))
+        self._edits.append(Edit(self._text.start(call), self._text.start(argument), prefix))
+        self._edits.append(Edit(self._text.stop(argument), self._text.stop(call), suffix))
 
     def _batch(self, call: ast.AST) -> str:
         """Return the tensor whose length is the number of samples: the first that the loop over a loader names."""
@@ -333,10 +333,10 @@ class _Ejection:
             raise self._refuse(self._opening, f"the plain code defines {', '.join(sorted(clash))}; rename the script's")
         imports = "\n".join(import_lines(needed.imports | imports_of(source)))
         start, stop = source.line_start(nodes[0].lineno), source.line_start((nodes[-1].end_lineno or 0) + 1)
-        rest = text[stop:].strip("\n")
+        script = text[stop:].strip("\n")
         header = _HEADER.format(name=self._path.name, version=version_of("lockstep-torch"))
         end = "if dist.is_initialized():\n    dist.destroy_process_group()\n"
-        result = clean(f"{header}{text[:start]}{imports}\n\n\n{needed.body()}\n\n{rest}\n\n{end}")
+        result = clean(f"{header}{text[:start]}{imports}\n\n\n{needed.body()}\n\n{script}\n\n{end}")
         ast.parse(result)
         return result
 
