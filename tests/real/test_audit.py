@@ -91,7 +91,11 @@ FAULTS = {
         "coupled samples": "contrastive",
         "evaluation pads": "evaluation-pads",
     },
-    "hf_trainer": {"mean over other counts": "tokens tokens-by-rank", "same draws": "dropout"},
+    "hf_trainer": {
+        "mean over other counts": "tokens tokens-by-rank",
+        "same draws": "dropout",
+        "wrong count": "classifier",
+    },
     "imagenet": {
         "evaluation pads": "evaluation-pads",
         "evaluation drops": "evaluation-drops",

@@ -66,7 +66,8 @@ _SENTENCES = {
     "same draws: loaders": "Ranks draw the same random numbers in their loaders at step {step}: samples of one rank "
     "are augmented as those of the others; seed torch, `random` and NumPy differently on each rank.",
     "schedule": "{0} the schedule was stepped {ranks} times on {1} ranks and {one_process} times in one process "
-    "(learning rate {learning_rate}): it is stepped for each rank; a schedule counts optimizer steps or epochs.",
+    "(learning rate {learning_rate}): it is stepped for each rank, as Accelerate does with a prepared schedule; a "
+    "schedule counts optimizer steps or epochs.",
     "evaluation pads": "{repeated} of {of} samples are evaluated twice ({place}): the sampler pads, and the mean "
     "counts them again; leave out the padding.",
     "evaluation drops": "{missing} of {of} samples are never evaluated ({place}): the sampler or loader drops the rest "

@@ -130,7 +130,7 @@ def _explain_gap(record: Recording, step: Step, verdict: Verdict) -> bool:
     if obstacle := _find_obstacle(record, step):
         verdict.refuse(obstacle)
         return False
-    finding = causes.explain_gap(step, record.facts[0].get("clipped", ""))
+    finding = causes.explain_gap(step, record.facts[0].get("graph_cut", ""))
     if finding is None or (finding.kind == "coupled samples" and (record.folder / UNMATCHED_ROWS).exists()):
         place = "at step {step} ({place})".format(**step.evidence)
         advice = "; audit it with one micro-batch a step" if step.windows[0].micro_batches > 1 else ""

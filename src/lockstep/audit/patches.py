@@ -95,7 +95,7 @@ def _watch_collectives(observer: Observer) -> None:
     def exchange(is_sum: bool, plain: Any, *args: Any, **options: Any) -> Any:
         tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            observer.facts.setdefault("clipped", users_place())
+            observer.facts.setdefault("graph_cut", users_place())
         result = plain(*args, **options)
         if observer.is_evaluating and not options.get("async_op"):
             observer.facts["collectives"] += 1

@@ -37,16 +37,15 @@ class _Finder(importlib.machinery.PathFinder):
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
-        hook = _HOOKS.pop(fullname, None)
-        spec = super().find_spec(fullname, path, target) if hook else None
+        spec = super().find_spec(fullname, path, target) if fullname in _HOOKS else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_call(module: Any) -> None:
             execute(module)
-            assert hook is not None
-            hook(module)
+            if hook := _HOOKS.pop(fullname, None):  # a search alone, as by importlib.util.find_spec, imports nothing
+                hook(module)
 
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
