@@ -104,7 +104,7 @@ for epoch in session.epochs(2):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "why"), [("", ""), ("y = y * (torch.rand(2 * len(x)) < 0.9)[: len(x)]", "train.py:26 (aten.rand.default)")]
 )
@@ -145,7 +145,7 @@ def test_a_job_is_forecast_and_what_was_measured_of_it_is_not_measured_again(
     assert "holds another forecast" in refusal(capsys, *words, "--batch", "128")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rounds, "_FEWEST", 1)
@@ -167,7 +167,7 @@ def test_variants_are_trained_whole_until_they_are_accurate(tmp_path: Path, monk
         assert f"seed = {seed}" in (folder / "run" / "config.toml").read_text().splitlines()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_variant_that_hangs_is_ended_and_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_LEAST_LIMIT_S": 45.0, "_FEWEST": 1, "_widest": lambda _: 0.0}.items():
         monkeypatch.setattr(rounds, name, value)
