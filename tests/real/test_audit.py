@@ -258,5 +258,5 @@ with open("runs", "a+") as file:  # two ranks record, and a third process replay
 def test_a_script_that_cannot_be_judged_has_a_sentence(text: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     limit = ("--timeout", 3) if "time" in text else ()
-    ended = command(tmp_path, "audit", *limit, "train.py")
+    ended = command(tmp_path, "audit", *limit, "-m", "train")
     assert (ended.code, words in ended.err) == (code, True), ended

@@ -37,8 +37,11 @@ def main(words: list[str]) -> int:
         raise RequestError(f"lockstep audit has no flag {unknown[0]}; flags of the script follow it.")
     if not command:
         raise RequestError("No script given; example: lockstep audit --devices 2 train.py.")
-    if is_script and not Path(command[0]).is_file():
-        raise RequestError(f"{command[0]} is not there; give the path of a script, or -- and a command.")
+    path = Path(command[0]) if is_script and command[0] != "-m" else None
+    if command == ["-m"]:
+        raise RequestError("-m needs the name of a module; example: lockstep audit --devices 2 -m package.train.")
+    if path is not None and not path.is_file():
+        raise RequestError(f"{path} is not there; give the path of a script, -m and a module, or -- and a command.")
     ranks, steps, limit_s = (
         whole_number(name, values.get(name)) or default
         for name, default in (("--devices", 2), ("--steps", 3), ("--timeout", 300))
@@ -50,7 +53,7 @@ def main(words: list[str]) -> int:
         return start.ranks([sys.executable, *command], count) if is_script else [start.Process(command, {})]
 
     hint = ""
-    text = Path(command[0]).read_text(encoding="utf-8", errors="replace") if is_script else ""
+    text = "" if path is None else path.read_text(encoding="utf-8", errors="replace")
     if re.search(r"mp\.spawn|start_processes|notebook_launcher", text):
         hint = f"; it starts ranks itself, so give lockstep audit -- python {shlex.join(command)}"
     audited = Audited(shlex.join(command), processes, ranks, steps, "--float64" in values, limit_s, hint)
