@@ -64,7 +64,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0] * mask / (1 - args[1]), mask
         names = [argument.name for argument in arguments(func)]
         values = dict(zip(names, args, strict=False)) | (kwargs or {})
-        self.is_hidden |= bool(values.get("dropout_p"))  # of attention, whose draws are hidden
+        dropout = values.get("dropout_p") or (values.get("dropout") if values.get("train") else None)
+        self.is_hidden |= bool(dropout)  # of attention and of cuDNN's LSTM, whose draws are hidden
         return result
 
 
