@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,8 +56,17 @@ def _run(script: Path, way: str) -> list[float]:
         commands = [[*python, "--rank", str(rank)] for rank in range(2)]
     elif way == "torchrun":
         commands = [[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]]
+    outputs = _start(commands, script.parent)
+    return [float(loss) for out in outputs for loss in re.findall(r"^step \d+  loss (\S+)$", out, re.MULTILINE)]
+
+
+def _start(commands: Sequence[Sequence[str]], folder: Path, *, tries: int = 2) -> list[str]:
+    """Run commands together; return their outputs.
+
+    Under load, about one in a hundred of torch's processes with gloo is aborted while Python exits, after its work.
+    """
     processes = [
-        subprocess.Popen(words, cwd=script.parent, env=_ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(words, cwd=folder, env=_ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for words in commands
     ]
     try:
@@ -65,8 +75,10 @@ def _run(script: Path, way: str) -> list[float]:
         for process in processes:
             process.kill()
     errors = "\n".join(error[-4000:] for _, error in outputs)
+    if "terminate called without an active exception" in errors and tries > 1:
+        return _start(commands, folder, tries=tries - 1)
     assert [process.returncode for process in processes] == [0] * len(processes), errors
-    return [float(loss) for out, _ in outputs for loss in re.findall(r"^step \d+  loss (\S+)$", out, re.MULTILINE)]
+    return [out for out, _ in outputs]
 
 
 def _check(way: str, folder: Path, *words: object, precision: str = "fp64") -> None:
@@ -159,8 +171,6 @@ def test_an_ejected_loop_trains_the_same_model_on_any_number_of_ranks(tmp_path: 
     outputs = set()
     for ranks in (1, 2, 3):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "plain.py"]
-        done = subprocess.run(words, cwd=tmp_path, env=_ENV, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        outputs.add(done.stdout)
+        outputs.update(_start([words], tmp_path))
     assert len(outputs) == 1
     assert re.fullmatch(r"(epoch \d  correct \d+  -?[\d.]+\n){2}", outputs.pop())
