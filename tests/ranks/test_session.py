@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RequestError
+from lockstep.nn.sync_batchnorm import SyncBatchNorm
 from lockstep.world.world import World
 
 from .. import loops
@@ -21,6 +22,12 @@ LAW = 1e-9
 def interrupted(world: World, stop_at: int, options: dict[str, Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         loops.classifier(world, stop_at, **options)
+
+
+def is_standing_in(world: World, stop_at: int) -> bool:
+    """Return whether BatchNorm excludes samples after a loop was interrupted within a batch, empty on ranks 1 and 2."""
+    interrupted(world, stop_at, {})
+    return SyncBatchNorm.stand_in
 
 
 def run(world: World, name: str, options: dict[str, Any]) -> loops.Learned:
@@ -49,6 +56,10 @@ def test_a_loop_learns_the_same_on_any_number_of_ranks(pool: RankPool, name: str
     for size in (2, 3):
         for learned in pool.run(size, run, name, options):
             assert gap(alone, learned) < LAW, size
+
+
+def test_a_loop_that_is_interrupted_leaves_batchnorm_as_it_was(pool: RankPool) -> None:
+    assert pool.run(3, is_standing_in, 3) == [False] * 3
 
 
 def test_global_draws_are_those_of_one_device(pool: RankPool) -> None:

@@ -419,6 +419,8 @@ class Passes:
                 self._loop.warn(warning)
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; leave the current share, which an error may have interrupted."""
+        self.shares.leave()
+        self._stand_in()
         for loader in (*self.loaders, *self._evaluation_loaders.values()):
             loader.close()
