@@ -162,6 +162,17 @@ def step_with_hooks(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
     return step(optimizer)
 
 
+def hook_step(
+    optimizer: Optimizer, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+) -> list[RemovableHandle]:
+    """Call `before` and `after` around the optimizer's own arithmetic, within all other hooks on its step."""
+    first = optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer))
+    last = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: after(optimizer))
+    hooks: Any = last.hooks_dict_ref()
+    hooks.move_to_end(last.id, last=False)  # pre-hooks run in the order of registration
+    return [first, last]
+
+
 @contextlib.contextmanager
 def as_default_group(group: Any) -> Iterator[None]:
     """Make `group` torch's default process group within the block.

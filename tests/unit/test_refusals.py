@@ -69,7 +69,7 @@ TRAIN = """
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
---strategy single --devices 2          | take dp or ddp or hybrid, or one device
+--strategy single --devices 2          | take dp or ddp or zero1 or hybrid, or one device
 --devices 2 --gpus 0                   | --devices 2 | --gpus 0 | give one
 --gpus 0                               | --gpus 0 | this machine shows no GPU
 --accelerator cuda                     | --accelerator cuda | this machine shows no GPU | --accelerator cpu

@@ -128,7 +128,9 @@ def defaults(cpus: int, gpus: int, *, has_bf16: bool, is_script: bool, job: Mapp
     is not varied.
     """
     devices = job.get("devices", str(gpus or min(max(2, cpus), 4)))
-    strategies = [name for name, kind in KINDS.items() if name != "single" and not kind.has_two_levels]
+    strategies = [
+        name for name, kind in KINDS.items() if name != "single" and not (kind.has_two_levels or kind.divides_state)
+    ]
     strategies = [job["strategy"]] if "strategy" in job else strategies
     axes = {
         "strategy": [] if is_script or devices == "1" else ["single", *strategies],  # on one device, all are single

@@ -133,7 +133,7 @@ class ParallelConfig:
     """Devices, strategy, launcher and rendezvous."""
 
     strategy: Annotated[str, OneOf(KINDS, ("auto",))] = "auto"
-    """single, dp, ddp, hybrid; auto: ddp with several devices."""
+    """single, dp, ddp, zero1, hybrid; auto: ddp with several devices."""
     devices: _MaybeInt = None  # Devices per node; default: all GPUs, or 1 CPU process.
     gpus: Annotated[str, _key(metavar="I,J,…")] = ""  # Indices of visible GPUs, such as 0,1.
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"  # auto, cpu or cuda.

@@ -14,7 +14,7 @@ import torch
 
 from .._torch import BatchNorm
 from ..config.options import flatten
-from ..config.registry import resolved
+from ..config.registry import KINDS, resolved
 from ..config.schema import RunConfig
 from ..data import cifar, digits, folder
 from ..errors import RequestError
@@ -80,6 +80,11 @@ def eject(config: RunConfig, command: str, *, slurm: bool = False, language: str
     parallel = config.parallel
     is_distributed = max(parallel.devices or 1, parallel.world_size or 1) > 1 or slurm
     strategy = resolved(parallel.strategy, distributed=is_distributed)
+    if KINDS[strategy].divides_state:
+        raise RequestError(
+            f"lockstep eject: --strategy {strategy} has no plain form here: torch has it as ZeroRedundancyOptimizer. "
+            "Take --strategy ddp."
+        )
     if slurm and strategy not in ("ddp", "hybrid"):
         raise RequestError(f"--slurm starts several ranks, and --strategy is {strategy}; use ddp or hybrid.")
     data = _describe_data(config)

@@ -8,11 +8,13 @@ two passes. After the part's last micro-batch, `.grad` holds the sum over micro-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .._torch import Hooks, UserHooks
 from ..checkpoint.state import few
@@ -99,6 +101,8 @@ class Exchange:
 
     keeps_replicas = True
     """Whether replicas stay equal, so that the replica check applies."""
+    divides_state = False
+    """Whether each rank has the state of its own parameters only."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -161,6 +165,17 @@ class Exchange:
 
         `details` describe the call, such as the names of values.
         """
+
+    def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Divide the optimizers' state among the ranks, if the method does; called before the first step."""
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank has the optimizer state of a parameter."""
+        return True
+
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
+        """Have the whole state in rank 0's optimizers within the block (*collective*)."""
+        return nullcontext()
 
     def close(self) -> None:
         """Remove all hooks from the models."""

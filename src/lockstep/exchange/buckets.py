@@ -52,6 +52,13 @@ class Bucket:
         pairs = flat.as_strided((*shape, 2), (*(2 * stride for stride in strides), 1), offset)
         return torch.view_as_complex(pairs)
 
+    def in_place(self) -> Tensor | None:
+        """Return a single real parameter's memory as a flat tensor; None for several, and for memory with gaps."""
+        parameter = self.parameters[0].detach()
+        if len(self.parameters) > 1 or parameter.is_complex() or parameter.stride() != self._strides[0]:
+            return None
+        return parameter.as_strided((parameter.numel(),), (1,))
+
     def flags(self, flat: Tensor) -> Tensor:
         """Return the view of the flags (parameters,) in `flat`."""
         return flat[self.elements :]

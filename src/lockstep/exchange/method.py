@@ -45,13 +45,13 @@ def build(config: ParallelConfig, world: World) -> Method:
         if world.device.type == "cuda":
             indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
             devices = tuple(torch.device("cuda", index) for index in indices)
-    return Method(name, devices, exchange_of(world, kind.exchange))
+    return Method(name, devices, exchange_of(world, name))
 
 
-def exchange_of(world: World, name: str = registry.KINDS["ddp"].exchange) -> Exchange:
-    """Return the exchange `name` (module:class); the base class for a single rank, and for imagined ranks."""
-    if world.group is None and name == registry.KINDS["ddp"].exchange:
+def exchange_of(world: World, strategy: str) -> Exchange:
+    """Return a strategy's exchange; the base class for a single rank, and for imagined ranks."""
+    if world.group is None:
         return Exchange(world)
-    module, _, kind = name.partition(":")
+    module, _, kind = registry.KINDS[registry.resolved(strategy, distributed=True)].exchange.partition(":")
     exchange: Exchange = getattr(import_module(module, __package__), kind)(world)
     return exchange

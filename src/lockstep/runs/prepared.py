@@ -180,6 +180,9 @@ class Prepared:
             self._settings.append(_settings_of(optimizer))
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
+        if self.inner and self.exchange.divides_state:
+            raise RequestError("--strategy zero1 takes no optimizer that wraps another one; take --strategy ddp.")
+        self.exchange.divide_state(self.optimizers)
         if self.config.record.output is not None:
             self._fresh = [plain_copy(item) for item in self.stateful_objects]
 
@@ -193,7 +196,9 @@ class Prepared:
 
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
-        tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
+        tensors = dict(self._weights())
+        if not self.exchange.divides_state:
+            tensors |= optimizer_tensors(self._all, self.optimizers)
         return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
@@ -220,6 +225,10 @@ class Prepared:
         """
         if non_finite := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
             raise finite.error(step, non_finite, self.remedy())
+        with self.exchange.whole_state(self.optimizers):
+            return self._state(pending)
+
+    def _state(self, pending: bool) -> State:
         tensors, extra = optimizer_tensors(self._all, self.optimizers), dict[str, Any]()
         for name, model in self.groups.items():
             model_tensors, extra[name] = model_state(model, under=name)
@@ -281,6 +290,12 @@ class Prepared:
             loaded = unpack(saved, state.tensors)
             if self.is_recipe:  # settings follow from the config and the step
                 loaded |= {"param_groups": optimizer.state_dict()["param_groups"]}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            loaded["state"] = {
+                index: entries
+                for index, entries in loaded["state"].items()
+                if not isinstance(index, int) or self.exchange.owns(parameters[index])
+            }
             load_optimizer(optimizer, loaded)
         if not self.is_recipe:
             self._note_restored_settings(state)

@@ -43,6 +43,8 @@ def describe_start(loop: Loop) -> dict[str, Any]:
             f"{type(optimizer).__name__} lr {optimizer.param_groups[0]['lr']:g}" for optimizer in prepared.optimizers
         ]
         chosen |= {"loop": "own", "optimizer": ", ".join(optimizers)}
+        if prepared.exchange.divides_state:
+            chosen |= {"strategy": config.parallel.strategy}
         if isinstance(source, SharedLoader):
             chosen |= {"order": source.order, "drop-last": source.drop_last}
     lines = [counted(world.size, "rank") if source is None else str(source.plan), _list_choices(chosen)]

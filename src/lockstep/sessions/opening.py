@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Never
 
 from ..config.options import apply, flatten, left_to_command
+from ..config.registry import KINDS, per_device
 from ..config.schema import RunConfig
 from ..errors import RequestError, unknown
 from ..record.base import Nothing
@@ -32,6 +33,7 @@ def session(
     micro_batch: int | None = None,
     draws: Literal["rank", "global"] = "rank",
     batchnorm: Literal["auto", "sync", "local"] = "auto",
+    strategy: Literal["auto", "ddp", "zero1"] = "auto",
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
     deterministic: bool = False,
     timeout: float = 60.0,
@@ -59,6 +61,7 @@ def session(
     - `draws`: "rank" (dropout and noise differ between ranks), or "global" (as on one device).
     - `batchnorm`: statistics of the global micro-batch ("sync", the choice of "auto"), or of each rank's share
       ("local").
+    - `strategy`: "zero1" divides the optimizers' state among the ranks; "auto" and "ddp" give it to each of them.
     - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
     - `deterministic`: use only algorithms with reproducible bits.
     - `timeout`: seconds to wait for all ranks at the start.
@@ -79,10 +82,17 @@ def session(
         raise RequestError(
             re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_") if flag[1] in flags else flag[0], str(error))
         ) from error
+    if strategy != "auto" and not KINDS[strategy].process_per_device:
+        raise RequestError(
+            f"lockstep.session(strategy={strategy!r}): each process of a script drives one device; give "
+            f"{per_device()}, or leave it out."
+        )
     resume_hint, started = "", script.take()
     is_own, has_folder = started is None, started is not None or config.record.output is not None
     if started is not None:
-        decided = started.flags | {"launcher", "strategy", "accelerator", "model", "data"}
+        decided = started.flags | {"launcher", "accelerator", "model", "data"}
+        if config.parallel.strategy == "auto":
+            decided |= {"strategy"}
         if not config.checkpoint.resume:
             decided |= {"resume"}  # which several nodes imply
         overrides = {key: value for key, value in flatten(started.config).items() if key in decided}

@@ -77,7 +77,9 @@ class Session:
         self.precision = Precision.of(config.precision, world.device) if prepared is None else prepared.precision
         self._resources = contextlib.ExitStack()
         opened = self._resources.enter_context(run)
-        self.prepared = prepared or Prepared(opened.config, world, self.precision, exchange=exchange_of(world))
+        self.prepared = prepared or Prepared(
+            opened.config, world, self.precision, exchange=exchange_of(world, opened.config.parallel.strategy)
+        )
         self._resources.callback(self.prepared.exchange.close)
         self._hooks = hooks
         self.loop = Loop(opened, self.prepared, is_measurement=hooks.is_measurement, resumed=hooks.resumed)

@@ -105,7 +105,11 @@ def strategies(requested: str) -> list[str]:
             f"--strategy {requested} has one replica, which is what others are measured against; give "
             f"{' or '.join(names)}, or none for all of them."
         )
-    return [name for name in names if not KINDS[name].has_two_levels] if requested == "auto" else [requested]
+    return (
+        [name for name in names if not (KINDS[name].has_two_levels or KINDS[name].divides_state)]
+        if requested == "auto"
+        else [requested]
+    )
 
 
 def examine(config: RunConfig, world: World, names: list[str], tolerance: float, step: str = "") -> Report | None:

@@ -110,7 +110,7 @@ def derive(setup: Setup, facts: ReferenceFacts) -> list[Variant]:
     # One world gives the same bits each time; on a GPU only with --deterministic.
     exact = setup.is_cpu or setup.config.precision.deterministic
     requested, is_own = setup.config.parallel.strategy, bool(setup.script or setup.config.optim.step)
-    strategies = [name for name, kind in KINDS.items() if kind.process_per_device]
+    strategies = [name for name, kind in KINDS.items() if kind.process_per_device and not kind.divides_state]
     if not is_own:  # each process of such a loop has one device
         strategies += [name for name, kind in KINDS.items() if kind.drives_all and not kind.has_ranks]
     ways = [_Way(name, setup.devices) for name in (strategies if requested == "auto" else [requested])]

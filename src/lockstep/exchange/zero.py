@@ -1,0 +1,181 @@
+"""Optimizer state divided among the ranks, as in stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+Gradients are summed as by `AllReduce`, and every rank has all of them, so that clipping and scaling see what they would
+see under ddp. Each parameter has one owner: in `optimizer.step()` a rank steps its own parameters, since the gradients
+of all others are hidden, and then receives the others' new weights. State exists for a rank's own parameters only. An
+optimizer that treats each parameter alone has the bits that it has under ddp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from .. import _torch
+from ..errors import RequestError
+from ..world.world import World
+from .allreduce import AllReduce
+from .buckets import Bucket, lay_out
+
+_SMALL_BYTES = 1 << 20
+"""Smaller parameters travel in buckets of this size, larger ones in place."""
+
+
+class Zero1(AllReduce):
+    """Exchange among several ranks, each of which has a part of the optimizers' state."""
+
+    divides_state = True
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._owners: dict[nn.Parameter, int] = {}
+        self._loads = [0] * world.size
+        """Bytes of each rank's own parameters."""
+        self._handles: list[Any] = []
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients of other ranks' parameters, during a step."""
+        self._stepped: list[nn.Parameter] = []
+        self._buckets_of_step: dict[tuple[nn.Parameter, ...], list[tuple[int, Bucket]]] = {}
+
+    def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Exchange.divide_state`."""
+        for optimizer in optimizers:
+            if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"] or isinstance(optimizer, LBFGS):
+                raise RequestError(
+                    f"--strategy zero1 cannot divide the state of {type(optimizer).__name__}: it takes torch.optim's "
+                    "optimizers other than LBFGS, which treat each parameter alone; take --strategy ddp."
+                )
+            self._assign(sorted(_parameters(optimizer), key=lambda parameter: -parameter.numel()))
+            for parameter in _parameters(optimizer):
+                if not self.owns(parameter):
+                    optimizer.state.pop(parameter, None)
+            self._handles += _torch.hook_step(optimizer, self._before_step, self._after_step)
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """See `Exchange.owns`."""
+        return self._owners.get(parameter) == self.world.rank
+
+    @contextmanager
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """See `Exchange.whole_state`."""
+        received: list[tuple[Optimizer, nn.Parameter]] = []
+        with self.world.progress.during("gather"):
+            for optimizer in optimizers:
+                for index, entries in self._described(optimizer).items():
+                    parameter = _parameters(optimizer)[index]
+                    mine = optimizer.state.get(parameter, {})
+                    values = {name: self._to_main(mine.get(name), fact, parameter) for name, fact in entries.items()}
+                    if self.world.is_main and not self.owns(parameter):
+                        optimizer.state[parameter] = values
+                        received.append((optimizer, parameter))
+        try:
+            yield
+        finally:
+            for optimizer, parameter in received:
+                del optimizer.state[parameter]
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        super().close()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _assign(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give each parameter without an owner to the rank with the fewest bytes."""
+        for parameter in parameters:
+            if parameter not in self._owners:
+                rank = self._loads.index(min(self._loads))
+                self._owners[parameter] = rank
+                self._loads[rank] += parameter.nbytes
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Hide the gradients of other ranks' parameters."""
+        self._stepped = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
+        self._assign(self._stepped)  # of a parameter group that the loop has added
+        for parameter in self._stepped:
+            if not self.owns(parameter) and parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """Show the hidden gradients; send this rank's new weights, and receive the others'."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+        if self.world.is_imagined:
+            return
+        with self.world.progress.during("broadcast"):
+            sent = [self._send(owner, bucket) for owner, bucket in self._lay_out_step()]
+            for bucket, flat, work in sent:
+                work.wait()
+                if flat is not None:
+                    self._unpack(bucket, flat)
+
+    def _lay_out_step(self) -> list[tuple[int, Bucket]]:
+        """Return (owner, bucket) of all parameters that this step changes."""
+        key = tuple(self._stepped)
+        if key not in self._buckets_of_step:
+            self._buckets_of_step.clear()  # such as those before a layer was thawed
+            self._buckets_of_step[key] = layout = []
+            for owner in range(self.world.size):
+                numbered = [pair for pair in enumerate(key) if self._owners[pair[1]] == owner]
+                large = [pair for pair in numbered if pair[1].nbytes >= _SMALL_BYTES]
+                small = [pair for pair in numbered if pair[1].nbytes < _SMALL_BYTES]
+                layout += [(owner, bucket) for bucket in (*lay_out(large, 0), *lay_out(small, _SMALL_BYTES))]
+        return self._buckets_of_step[key]
+
+    def _send(self, owner: int, bucket: Bucket) -> tuple[Bucket, Tensor | None, dist.Work]:
+        """Begin to broadcast a bucket's weights; the flat tensor is None for weights that travel in place."""
+        flat, data = None, bucket.in_place()
+        if data is None:
+            flat = data = bucket.allocate()
+            if owner == self.world.rank:
+                views = [bucket.view(flat, number) for number in range(len(bucket.parameters))]
+                _torch.foreach_copy_(views, [parameter.detach() for parameter in bucket.parameters])
+        work = dist.broadcast(data, group=self.world.group, group_src=owner, async_op=True)
+        assert work is not None
+        return bucket, flat, work
+
+    def _unpack(self, bucket: Bucket, flat: Tensor) -> None:
+        if not self.owns(bucket.parameters[0]):
+            views = [bucket.view(flat, number) for number in range(len(bucket.parameters))]
+            _torch.foreach_copy_([parameter.detach() for parameter in bucket.parameters], views)
+        bucket.release(flat)
+
+    def _described(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """Return every parameter's state by its index: {name: {dtype, shape} or the number} (*collective*)."""
+        own = {
+            index: {name: _describe(value) for name, value in optimizer.state[parameter].items()}
+            for index, parameter in enumerate(_parameters(optimizer))
+            if self.owns(parameter) and parameter in optimizer.state
+        }
+        return {int(index): entries for of_rank in self.world.gather(own) for index, entries in of_rank.items()}
+
+    def _to_main(self, value: Any, fact: Any, parameter: nn.Parameter) -> Any:
+        """Send an entry of a parameter's state from its owner to rank 0; return it there, on the host."""
+        owner = self._owners[parameter]
+        if not isinstance(fact, Mapping) or owner == 0 or self.world.is_imagined:
+            return value if owner == self.world.rank else fact
+        if owner == self.world.rank:
+            dist.send(value.detach().cpu().contiguous(), group=self.world.group, group_dst=0)
+        elif self.world.is_main:
+            value = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
+            dist.recv(value, group=self.world.group, group_src=owner)
+        return value
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape]}
+    return value

@@ -1,0 +1,101 @@
+"""Optimizer state divided among the ranks: the bits of ddp, each state on one rank, and checkpoints for every way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.errors import RequestError
+from lockstep.world.world import World
+
+from .. import loops
+from ..curves import curve, same_bits
+from ..pool import RankPool
+
+VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
+VALUES |= {"max_steps": 8, "ema": 0.9, "checkpoint_every": 3}
+OPTIMIZERS = ["SGD", "AdamW", "NAdam", "Rprop", "Adagrad", "Adafactor"]
+
+
+def learn(world: World, strategy: str, name: str) -> tuple[list[Tensor], int, dict[int, int]]:
+    """Return the weights, the number of parameters with state here, and what a user's hook has seen of gradients."""
+    session = loops.session(world, strategy=strategy)
+    net = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2))
+    net.to(memory_format=torch.channels_last)
+    x = torch.randn(63, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 20, shuffle=True)
+    last, momentum = [{"params": net[4].parameters(), "lr": 0.003}], {"momentum": 0.9} if name == "SGD" else {}
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)([*_groups(net[:4]), *last], lr=0.01, **momentum)
+    seen: dict[int, int] = {}
+
+    def count_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+        seen[len(seen)] = sum(parameter.grad is not None for parameter in net.parameters())
+
+    optimizer.register_step_pre_hook(count_gradients)
+    sums: list[Tensor] = []
+    optimizer.register_step_post_hook(
+        lambda *_: sums.append(torch.stack([parameter.detach().sum() for parameter in net.parameters()]))
+    )
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    with session:
+        for _ in session.epochs(2):
+            for x, y in loader:
+                session.backward(nn.functional.cross_entropy(net(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    return [*sums, *(parameter.detach().clone() for parameter in net.parameters())], len(optimizer.state), seen
+
+
+def _groups(*nets: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": net.parameters()} for net in nets]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rank_has_the_state_of_its_own_parameters_and_all_have_the_bits_of_ddp(pool: RankPool, name: str) -> None:
+    expected = pool.run(3, learn, "ddp", name)
+    divided = pool.run(3, learn, "zero1", name)
+    for (weights, _, seen), (others, _, expected_seen) in zip(divided, expected, strict=True):
+        assert all(map(torch.equal, weights, others))
+        assert seen == expected_seen, "a hook of the user's sees every gradient"
+    assert sum(count for _, count, _ in divided) == expected[0][1]
+    assert all(count < expected[0][1] or not count for _, count, _ in divided)
+
+
+@pytest.mark.parametrize("collectives", ["shared-memory", "gloo"])
+def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
+    pool: RankPool, tmp_path: Path, collectives: str
+) -> None:
+    values = VALUES | {"optimizer": "adamw", "lr": 1e-3, "collectives": collectives}
+    whole = curve(pool, tmp_path / "ddp", 3, **values, strategy="ddp")
+    for ways in (["zero1"], ["ddp", "zero1"], ["zero1", "ddp"], ["zero1", "zero1"]):
+        for number, strategy in enumerate(ways, start=1):
+            steps = values["max_steps"] * number // len(ways)
+            options = values | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
+            part = curve(pool, tmp_path / "-".join(ways), 3, **options)
+        assert same_bits(part, whole), ways
+
+
+def refused(world: World, make: str) -> str:
+    """Return the sentence for an optimizer whose state cannot be divided."""
+    session = loops.session(world, strategy="zero1")
+    net = nn.Linear(8, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(net.parameters())
+    if make == "own":
+        optimizer = type("Own", (torch.optim.SGD,), {})(net.parameters())
+    loader = DataLoader(TensorDataset(torch.randn(20, 8), torch.zeros(20).long()), 5)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    with pytest.raises(RequestError) as told, session:
+        for _ in session.epochs(1):
+            pass
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("make", "name"), [("lbfgs", "LBFGS"), ("own", "Own")])
+def test_an_optimizer_that_may_couple_parameters_is_refused(pool: RankPool, make: str, name: str) -> None:
+    for sentence in pool.run(2, refused, make):
+        assert sentence.startswith(f"--strategy zero1 cannot divide the state of {name}: it takes torch.optim's")
