@@ -16,6 +16,7 @@ NAMES = (
     "collectives",
     "exchange",
     "memory",
+    "sharding",
     "strategies",
     "diff",
     "verify",
