@@ -8,12 +8,36 @@ from torch import Tensor, nn
 
 from lockstep.exchange.allreduce import AllReduce
 from lockstep.exchange.base import BACKWARD, Header, Part, Pass
+from lockstep.exchange.compress import CompressedSum
 from lockstep.world.world import World
 
 from ..pool import RankPool
 
 WIDE = 1024  # a layer fills a bucket of 4 MiB
 MICRO_BATCHES, STEPS = 2, 3
+
+
+def _compressed(world: World, wire: torch.dtype, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's numbers, and the sum that the ranks have made of them."""
+    flat = torch.randn(count, generator=torch.Generator().manual_seed(world.rank), dtype=dtype)
+    own = flat.clone()
+    assert world.group is not None
+    pending = CompressedSum(flat, wire, world.group)
+    pending.send_sum()
+    pending.wait()
+    return own, flat
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000])
+@pytest.mark.parametrize(("wire", "dtype"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64)])
+def test_a_compressed_sum_is_added_at_full_width_and_rounded_twice(
+    pool: RankPool, wire: torch.dtype, dtype: torch.dtype, count: int
+) -> None:
+    for size in (2, 3):
+        by_rank = pool.run(size, _compressed, wire, dtype, count)
+        total = sum(own.to(wire).to(dtype) for own, _ in by_rank)
+        assert isinstance(total, Tensor)
+        assert all(torch.equal(summed, total.to(wire).to(dtype)) for _, summed in by_rank)
 
 
 def _net(dtype: torch.dtype) -> nn.Sequential:

@@ -14,7 +14,7 @@ from lockstep.errors import RequestError
 from lockstep.world.world import World
 
 from .. import loops
-from ..curves import curve, same_bits
+from ..curves import apart, curve, same_bits
 from ..pool import RankPool
 
 VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
@@ -78,6 +78,14 @@ def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
             options = values | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
             part = curve(pool, tmp_path / "-".join(ways), 3, **options)
         assert same_bits(part, whole), ways
+
+
+def test_gradients_in_16_bits_are_the_same_under_ddp_and_zero1(pool: RankPool, tmp_path: Path) -> None:
+    ddp, zero1 = (
+        curve(pool, tmp_path / name, 3, **VALUES, strategy=name, exchange="bf16") for name in ("ddp", "zero1")
+    )
+    assert same_bits(ddp, zero1)
+    assert 1e-6 < apart(ddp, curve(pool, tmp_path / "full", 3, **VALUES, strategy="ddp")) < 0.5
 
 
 def refused(world: World, make: str) -> str:

@@ -152,6 +152,8 @@ class ParallelConfig:
     """End the run after this time without progress (a batch, a step, a save)."""
     batchnorm: Annotated[str, OneOf(("auto", "sync", "local"))] = "auto"
     """Batch statistics: sync (global micro-batch) or local (each replica); auto: sync where possible."""
+    exchange: Annotated[str, OneOf(("full", "bf16", "fp16"))] = "full"
+    """Gradients travel as they are, or rounded to 16 bits: half of the bytes, and other numbers."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
     """Exchange of CPU tensors: gloo, or shared-memory on one host; auto: shared-memory where possible."""
 

@@ -38,6 +38,7 @@ _REFUSED = {
     "deterministic": "deterministic algorithms; call torch.use_deterministic_algorithms there",
     "nodes": "a number of nodes; start the ranks by torchrun, by hand or in Slurm",
     "resume": "an optimizer's state; the file takes --weights",
+    "exchange": "gradients in 16 bits between the ranks; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
 }
 """Options that have no plain form, with what they do."""

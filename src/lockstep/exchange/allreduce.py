@@ -27,6 +27,7 @@ from ..errors import RequestError
 from ..world.world import World, new_group
 from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
+from .compress import CompressedSum
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
@@ -52,9 +53,11 @@ class _Plan:
 class AllReduce(Exchange):
     """Exchange among several ranks."""
 
-    def __init__(self, world: World, *, overlap: bool = True) -> None:
+    def __init__(self, world: World, *, overlap: bool = True, wire: torch.dtype | None = None) -> None:
+        """`wire` is the type in which gradients travel (see `CompressedSum`); None for their own."""
         super().__init__(world)
-        is_shared = world.memory is not None and world.device.type == "cpu"
+        self.wire = wire
+        is_shared = world.memory is not None and world.device.type == "cpu" and wire is None
         self._memory = world.memory if is_shared else None
         self._overlap = overlap and not is_shared
         self._group: dist.ProcessGroup | None = None
@@ -70,7 +73,7 @@ class AllReduce(Exchange):
         self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
         # State of the current backward pass:
         self._pass: Pass | None = None
-        self._works: dict[int, dist.Work | None] = {}  # by bucket, once it has left
+        self._works: dict[int, dist.Work | CompressedSum | None] = {}  # by bucket, once it has left
         self._queue: list[int] = []  # buckets that leave early, in order
         self._missing: list[int] = []  # gradients that each bucket waits for; below 0: it leaves after the pass
         self._counts: list[int] = []  # gradients that each parameter received
@@ -243,6 +246,8 @@ class AllReduce(Exchange):
         self._works[position] = None
         if self._memory is not None:
             self._memory.sum_(flat)
+        elif self.wire is not None and self._group is not None:
+            self._works[position] = CompressedSum(flat, self.wire, self._group)
         else:
             self._works[position] = dist.all_reduce(flat, group=self._group, async_op=True)
 
@@ -258,6 +263,9 @@ class AllReduce(Exchange):
             for position in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
                 if position not in self._works and position not in idle:
                     self._launch(part, position)
+            for pending in self._works.values():
+                if isinstance(pending, CompressedSum):
+                    pending.send_sum()
             for pending in self._works.values():
                 if pending is not None:
                     pending.wait()

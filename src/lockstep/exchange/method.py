@@ -12,6 +12,7 @@ from ..config.schema import ParallelConfig
 from ..errors import RequestError
 from ..world.world import World
 from .base import Exchange
+from .compress import WIRES
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,14 @@ def build(config: ParallelConfig, world: World) -> Method:
         if world.device.type == "cuda":
             indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
             devices = tuple(torch.device("cuda", index) for index in indices)
-    return Method(name, devices, exchange_of(world, name))
+    return Method(name, devices, exchange_of(world, config))
 
 
-def exchange_of(world: World, strategy: str) -> Exchange:
-    """Return a strategy's exchange; the base class for a single rank, and for imagined ranks."""
+def exchange_of(world: World, config: ParallelConfig) -> Exchange:
+    """Return the strategy's exchange; the base class for a single rank, and for imagined ranks."""
     if world.group is None:
         return Exchange(world)
-    module, _, kind = registry.KINDS[registry.resolved(strategy, distributed=True)].exchange.partition(":")
-    exchange: Exchange = getattr(import_module(module, __package__), kind)(world)
+    module, _, kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)].exchange.partition(":")
+    options = {} if config.exchange == "full" else {"wire": WIRES[config.exchange]}
+    exchange: Exchange = getattr(import_module(module, __package__), kind)(world, **options)
     return exchange

@@ -32,8 +32,8 @@ class Zero1(AllReduce):
 
     divides_state = True
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, world: World, *, wire: torch.dtype | None = None) -> None:
+        super().__init__(world, wire=wire)
         self._owners: dict[nn.Parameter, int] = {}
         self._loads = [0] * world.size
         """Bytes of each rank's own parameters."""

@@ -29,6 +29,7 @@ def describe_start(loop: Loop) -> dict[str, Any]:
         "accelerator": world.device.type,
         "devices": prepared.replicas,
         "precision": prepared.precision.name,
+        "exchange": "" if world.size == 1 or config.parallel.exchange == "full" else config.parallel.exchange,
         "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
         "batchnorm": prepared.batchnorm,
         "accumulate": 1 if source is None else source.plan.accumulation,

@@ -34,6 +34,7 @@ def session(
     draws: Literal["rank", "global"] = "rank",
     batchnorm: Literal["auto", "sync", "local"] = "auto",
     strategy: Literal["auto", "ddp", "zero1"] = "auto",
+    exchange: Literal["full", "bf16", "fp16"] = "full",
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
     deterministic: bool = False,
     timeout: float = 60.0,
@@ -62,6 +63,7 @@ def session(
     - `batchnorm`: statistics of the global micro-batch ("sync", the choice of "auto"), or of each rank's share
       ("local").
     - `strategy`: "zero1" divides the optimizers' state among the ranks; "auto" and "ddp" give it to each of them.
+    - `exchange`: "bf16" and "fp16" round the gradients that ranks send: half of the bytes, and other numbers.
     - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
     - `deterministic`: use only algorithms with reproducible bits.
     - `timeout`: seconds to wait for all ranks at the start.

@@ -78,7 +78,7 @@ class Session:
         self._resources = contextlib.ExitStack()
         opened = self._resources.enter_context(run)
         self.prepared = prepared or Prepared(
-            opened.config, world, self.precision, exchange=exchange_of(world, opened.config.parallel.strategy)
+            opened.config, world, self.precision, exchange=exchange_of(world, opened.config.parallel)
         )
         self._resources.callback(self.prepared.exchange.close)
         self._hooks = hooks

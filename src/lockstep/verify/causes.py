@@ -26,6 +26,7 @@ _SENTENCES = {
     "randomness": "the model draws random numbers, such as dropout, and each rank or micro-batch draws its own",
     "local BatchNorm": "each replica normalises by the statistics of its share; use --batchnorm sync, which ddp "
     "has by default, or a norm that does not look at the batch",
+    "rounded exchange": "gradients travel in 16 bits between the ranks; use --exchange full",
     "a loss that divides by the local batch": "--loss returns the mean of the samples it is given, although "
     'reduction="sum" is asked for: ranks with other counts weigh samples differently; return the sum',
     "a loss that couples samples": "--loss of a batch is not the sum of its samples' losses: each rank sees its share "
@@ -109,6 +110,7 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
         ("data", "data", KINDS[strategy].has_ranks and bench.world.size > 1),
         ("randomness", "randomness", True),
         ("statistics", "local BatchNorm", has_statistics),
+        ("exchange", "rounded exchange", bench.config.parallel.exchange != "full" and KINDS[strategy].has_ranks),
         ("loss", "", bench.step is None),
     ):
         off = EVERYTHING - {switch}

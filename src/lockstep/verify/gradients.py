@@ -152,6 +152,8 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
     reasons = []
     for name in merged:
         reasons.append("each rank and micro-batch makes its own random draws in the model" * (name == "randomness"))
+        if name == "rounded exchange":
+            reasons[-1] = "gradients are rounded to 16 bits between the ranks"
         if name == "local BatchNorm" and not alone and not bench.job(strategy).method.can_sync_batchnorm:
             reasons[-1] = f"each replica has its own batch statistics under {strategy}: another model"
     by_design = "; ".join(reasons) if all(reasons) and not differing else ""

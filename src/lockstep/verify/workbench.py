@@ -27,6 +27,7 @@ from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError
+from ..exchange.allreduce import AllReduce
 from ..exchange.base import BACKWARD, Header, Part, Pass
 from ..jobs.job import Job, assemble
 from ..training.draws import GlobalDraws
@@ -198,6 +199,9 @@ class Workbench:
         loss_fn = sum_by_sample(job.loss_fn) if "loss" in off else job.loss_fn
         with switched_off(job.model, off, job.method.devices), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
+            if isinstance(exchange := job.exchange, AllReduce) and "exchange" in off:
+                stack.callback(setattr, exchange, "wire", exchange.wire)
+                exchange.wire = None
             if seed is not None:
                 seed_all(seed)
             elif self.config.batch.draws == "global" and case.accumulation == 1:
