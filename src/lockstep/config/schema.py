@@ -153,7 +153,7 @@ class ParallelConfig:
     batchnorm: Annotated[str, OneOf(("auto", "sync", "local"))] = "auto"
     """Batch statistics: sync (global micro-batch) or local (each replica); auto: sync where possible."""
     exchange: Annotated[str, OneOf(("full", "bf16", "fp16"))] = "full"
-    """Gradients travel as they are, or rounded to 16 bits: half of the bytes, and other numbers."""
+    """Gradients between ranks: full; bf16, fp16: rounded, half of the bytes."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
     """Exchange of CPU tensors: gloo, or shared-memory on one host; auto: shared-memory where possible."""
 
