@@ -165,12 +165,17 @@ def step_with_hooks(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
 def hook_step(
     optimizer: Optimizer, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
 ) -> list[RemovableHandle]:
-    """Call `before` and `after` around the optimizer's own arithmetic, within all other hooks on its step."""
+    """Call `before` and `after` around the optimizer's own arithmetic; see `move_innermost`."""
     first = optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer))
     last = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: after(optimizer))
-    hooks: Any = last.hooks_dict_ref()
-    hooks.move_to_end(last.id, last=False)  # pre-hooks run in the order of registration
     return [first, last]
+
+
+def move_innermost(handles: Sequence[RemovableHandle]) -> None:
+    """Move the hooks of `hook_step` next to the arithmetic: the last before it, the first after it."""
+    for handle, is_last in zip(handles, (True, False), strict=True):
+        hooks: Any = handle.hooks_dict_ref()
+        hooks.move_to_end(handle.id, last=is_last)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ WIDE = 1024  # a layer fills a bucket of 4 MiB
 MICRO_BATCHES, STEPS = 2, 3
 
 
-def _compressed(world: World, wire: torch.dtype, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+def _compressed(world: World, wire: torch.dtype, dtype: torch.dtype, count: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return this rank's numbers, and the sum that the ranks have made of them."""
-    flat = torch.randn(count, generator=torch.Generator().manual_seed(world.rank), dtype=dtype)
+    flat = torch.randn(count, generator=torch.Generator().manual_seed(world.rank), dtype=dtype) * scale
     own = flat.clone()
     assert world.group is not None
     pending = CompressedSum(flat, wire, world.group)
@@ -29,15 +29,24 @@ def _compressed(world: World, wire: torch.dtype, dtype: torch.dtype, count: int)
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000])
-@pytest.mark.parametrize(("wire", "dtype"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64)])
-def test_a_compressed_sum_is_added_at_full_width_and_rounded_twice(
-    pool: RankPool, wire: torch.dtype, dtype: torch.dtype, count: int
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_in_bfloat16_is_added_at_full_width_and_rounded_twice(
+    pool: RankPool, dtype: torch.dtype, count: int
 ) -> None:
+    wire = torch.bfloat16
     for size in (2, 3):
-        by_rank = pool.run(size, _compressed, wire, dtype, count)
+        by_rank = pool.run(size, _compressed, wire, dtype, count, 1.0)
         total = sum(own.to(wire).to(dtype) for own, _ in by_rank)
         assert isinstance(total, Tensor)
         assert all(torch.equal(summed, total.to(wire).to(dtype)) for _, summed in by_rank)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_a_sum_in_float16_neither_overflows_nor_vanishes(pool: RankPool, scale: float) -> None:
+    by_rank = pool.run(3, _compressed, torch.float16, torch.float32, 1000, scale)
+    exact = torch.stack([own for own, _ in by_rank]).double().sum(0)
+    assert all(torch.equal(summed, by_rank[0][1]) for _, summed in by_rank)
+    assert float((by_rank[0][1] - exact).abs().max()) < 2**-9 * float(exact.abs().max())
 
 
 def _net(dtype: torch.dtype) -> nn.Sequential:

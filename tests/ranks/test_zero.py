@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.errors import RequestError
+from lockstep.errors import ProofError, RequestError
 from lockstep.world.world import World
 
 from .. import loops
@@ -25,7 +25,7 @@ OPTIMIZERS = ["SGD", "AdamW", "NAdam", "Rprop", "Adagrad", "Adafactor"]
 def learn(world: World, strategy: str, name: str) -> tuple[list[Tensor], int, dict[int, int]]:
     """Return the weights, the number of parameters with state here, and what a user's hook has seen of gradients."""
     session = loops.session(world, strategy=strategy)
-    net = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2))
+    net = nn.Sequential(nn.Linear(8, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 2))
     net.to(memory_format=torch.channels_last)
     x = torch.randn(63, 8, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 20, shuffle=True)
@@ -36,6 +36,9 @@ def learn(world: World, strategy: str, name: str) -> tuple[list[Tensor], int, di
     def count_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
         seen[len(seen)] = sum(parameter.grad is not None for parameter in net.parameters())
 
+    def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
     optimizer.register_step_pre_hook(count_gradients)
     sums: list[Tensor] = []
     optimizer.register_step_post_hook(
@@ -43,7 +46,10 @@ def learn(world: World, strategy: str, name: str) -> tuple[list[Tensor], int, di
     )
     net, optimizer, loader = session.prepare(net, optimizer, loader)
     with session:
-        for _ in session.epochs(2):
+        for epoch in session.epochs(2):
+            if epoch:  # a hook that comes after the first step, and a layer that is frozen
+                optimizer.register_step_pre_hook(clip)
+                net[0].requires_grad_(False)
             for x, y in loader:
                 session.backward(nn.functional.cross_entropy(net(x), y))
                 optimizer.step()
@@ -78,6 +84,57 @@ def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
             options = values | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
             part = curve(pool, tmp_path / "-".join(ways), 3, **options)
         assert same_bits(part, whole), ways
+
+
+def disagree(world: World, how: str) -> str:
+    """Return the error of a loop in which rank 1 steps by another setting or gradient, "" if there is none."""
+    session = loops.session(world, strategy="zero1", verify_every=1)
+    net = nn.Linear(8, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(40, 8), torch.zeros(40).long()), 5)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    try:
+        with session:
+            for _ in session.epochs(1):
+                for x, y in loader:
+                    session.backward(nn.functional.cross_entropy(net(x), y))
+                    if how == "setting":
+                        optimizer.param_groups[0]["lr"] = 0.01 * (1 + world.rank)
+                    if how == "gradient" and world.is_main:
+                        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except ProofError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["setting", "gradient"])
+def test_a_rank_with_another_setting_or_gradient_is_found(pool: RankPool, how: str) -> None:
+    """Their weights are equal all the same: those of each parameter's rank."""
+    for sentence in pool.run(2, disagree, how):
+        assert f"optimizer/{how}s" in sentence
+
+
+def own_state(world: World) -> str:
+    """Return the sentence for the state_dict of an optimizer, of which this rank has a part."""
+    session = loops.session(world, strategy="zero1")
+    net = nn.Linear(8, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(20, 8), torch.zeros(20).long()), 5)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    with session:
+        for _ in session.epochs(1):
+            for x, y in loader:
+                session.backward(nn.functional.cross_entropy(net(x), y))
+                optimizer.step()
+    with pytest.raises(RequestError) as told:
+        optimizer.state_dict()
+    return str(told.value)
+
+
+def test_a_part_of_the_state_is_not_given_for_the_whole(pool: RankPool) -> None:
+    assert all("would have this rank's part of the state alone" in sentence for sentence in pool.run(2, own_state))
 
 
 def test_gradients_in_16_bits_are_the_same_under_ddp_and_zero1(pool: RankPool, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def _without_exchange(exchange: Exchange) -> Exchange:
     """Return the exchange of a lone process for the same parameters. Replicas then diverge."""
     from ..exchange.base import Exchange
 
+    exchange.close()
     none = Exchange(exchange.world)
     none.models, none.parameters, none.keeps_replicas = exchange.models, exchange.parameters, False
     return none

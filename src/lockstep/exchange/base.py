@@ -169,6 +169,13 @@ class Exchange:
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
         """Divide the optimizers' state among the ranks, if the method does; called before the first step."""
 
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Prepare for a step, after the user's last change of the optimizer's hooks."""
+
+    def evidence(self) -> dict[str, Tensor]:
+        """Return further tensors by name that are equal on all ranks after a step."""
+        return {}
+
     def owns(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank has the optimizer state of a parameter."""
         return True

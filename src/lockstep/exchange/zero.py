@@ -4,6 +4,9 @@ Gradients are summed as by `AllReduce`, and every rank has all of them, so that 
 see under ddp. Each parameter has one owner: in `optimizer.step()` a rank steps its own parameters, since the gradients
 of all others are hidden, and then receives the others' new weights. State exists for a rank's own parameters only. An
 optimizer that treats each parameter alone has the bits that it has under ddp.
+
+Weights are equal on all ranks whatever their gradients and settings were. So the replica check compares these: the
+settings, and a running sum over one parameter's gradient in each step.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ..world.world import World
 from .allreduce import AllReduce
 from .buckets import Bucket, lay_out
 
+_MOST_LAYOUTS = 4
 _SMALL_BYTES = 1 << 20
 """Smaller parameters travel in buckets of this size, larger ones in place."""
 
@@ -37,11 +41,14 @@ class Zero1(AllReduce):
         self._owners: dict[nn.Parameter, int] = {}
         self._loads = [0] * world.size
         """Bytes of each rank's own parameters."""
-        self._handles: list[Any] = []
+        self._hooks_of_step: dict[Optimizer, list[Any]] = {}
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients of other ranks' parameters, during a step."""
-        self._stepped: list[nn.Parameter] = []
-        self._buckets_of_step: dict[tuple[nn.Parameter, ...], list[tuple[int, Bucket]]] = {}
+        self._layouts_of_step: dict[tuple[nn.Parameter, ...], list[tuple[int, Bucket]]] = {}
+        self._optimizers: list[Optimizer] = []
+        self._steps, self._gradient_sum = 0, torch.zeros((), dtype=torch.float64, device=world.device)
+        self._is_whole = False
+        """Whether rank 0's optimizers have the whole state at this moment."""
 
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Exchange.divide_state`."""
@@ -55,7 +62,9 @@ class Zero1(AllReduce):
             for parameter in _parameters(optimizer):
                 if not self.owns(parameter):
                     optimizer.state.pop(parameter, None)
-            self._handles += _torch.hook_step(optimizer, self._before_step, self._after_step)
+            self._optimizers.append(optimizer)
+            self._hooks_of_step[optimizer] = _torch.hook_step(optimizer, self._hide_others, self._send_weights)
+            optimizer.register_state_dict_pre_hook(self._check_whole)  # stays: the state remains divided
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """See `Exchange.owns`."""
@@ -65,26 +74,55 @@ class Zero1(AllReduce):
     def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """See `Exchange.whole_state`."""
         received: list[tuple[Optimizer, nn.Parameter]] = []
-        with self.world.progress.during("gather"):
-            for optimizer in optimizers:
-                for index, entries in self._described(optimizer).items():
-                    parameter = _parameters(optimizer)[index]
-                    mine = optimizer.state.get(parameter, {})
-                    values = {name: self._to_main(mine.get(name), fact, parameter) for name, fact in entries.items()}
-                    if self.world.is_main and not self.owns(parameter):
-                        optimizer.state[parameter] = values
-                        received.append((optimizer, parameter))
+        for optimizer in optimizers:
+            for index, entries in self._gather_facts(optimizer).items():
+                parameter = _parameters(optimizer)[index]
+                mine = optimizer.state.get(parameter, {})
+                values = {name: self._to_main(mine.get(name), fact, parameter) for name, fact in entries.items()}
+                if self.world.is_main and not self.owns(parameter):
+                    optimizer.state[parameter] = values
+                    received.append((optimizer, parameter))
+        self._is_whole = True
         try:
             yield
         finally:
+            self._is_whole = False
             for optimizer, parameter in received:
                 del optimizer.state[parameter]
 
     def close(self) -> None:
         """See `Exchange.close`."""
         super().close()
-        while self._handles:
-            self._handles.pop().remove()
+        while self._hooks_of_step:
+            for handle in self._hooks_of_step.popitem()[1]:
+                handle.remove()
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """See `Exchange.begin_step`."""
+        if optimizer in self._hooks_of_step:
+            _torch.move_innermost(self._hooks_of_step[optimizer])
+
+    def evidence(self) -> dict[str, Tensor]:
+        """See `Exchange.evidence`."""
+        settings = [
+            float(value)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for _, value in sorted(group.items())
+            if isinstance(value, int | float)
+        ]
+        return {
+            "optimizer/settings": torch.tensor(settings, dtype=torch.float64),
+            "optimizer/gradients": self._gradient_sum,
+        }
+
+    def _check_whole(self, optimizer: Optimizer) -> None:
+        """Raise `RequestError` for a `state_dict` that would lack the other ranks' state."""
+        if not self._is_whole:
+            raise RequestError(
+                "optimizer.state_dict() under --strategy zero1 would have this rank's part of the state alone; the "
+                "run's checkpoints have all of it."
+            )
 
     def _assign(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give each parameter without an owner to the rank with the fewest bytes."""
@@ -94,42 +132,46 @@ class Zero1(AllReduce):
                 self._owners[parameter] = rank
                 self._loads[rank] += parameter.nbytes
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _hide_others(self, optimizer: Optimizer) -> None:
         """Hide the gradients of other ranks' parameters."""
-        self._stepped = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
-        self._assign(self._stepped)  # of a parameter group that the loop has added
-        for parameter in self._stepped:
-            if not self.owns(parameter) and parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
+        parameters = _parameters(optimizer)
+        self._assign(parameters)  # of a parameter group that the loop has added
+        with_gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if with_gradient:
+            gradient = with_gradient[self._steps % len(with_gradient)][1]
+            self._gradient_sum += gradient.detach().sum().abs()
+        self._steps += 1
+        for parameter, gradient in with_gradient:
+            if not self.owns(parameter):
+                self._hidden.append((parameter, gradient))
                 parameter.grad = None
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _send_weights(self, optimizer: Optimizer) -> None:
         """Show the hidden gradients; send this rank's new weights, and receive the others'."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
-        if self.world.is_imagined:
-            return
         with self.world.progress.during("broadcast"):
-            sent = [self._send(owner, bucket) for owner, bucket in self._lay_out_step()]
+            sent = [self._send(owner, bucket) for owner, bucket in self._lay_out_step(optimizer)]
             for bucket, flat, work in sent:
                 work.wait()
                 if flat is not None:
                     self._unpack(bucket, flat)
 
-    def _lay_out_step(self) -> list[tuple[int, Bucket]]:
-        """Return (owner, bucket) of all parameters that this step changes."""
-        key = tuple(self._stepped)
-        if key not in self._buckets_of_step:
-            self._buckets_of_step.clear()  # such as those before a layer was thawed
-            self._buckets_of_step[key] = layout = []
+    def _lay_out_step(self, optimizer: Optimizer) -> list[tuple[int, Bucket]]:
+        """Return (owner, bucket) of the parameters that train: alike on all ranks, whatever gradients a rank has."""
+        key = tuple(parameter for parameter in _parameters(optimizer) if parameter.requires_grad)
+        if key not in self._layouts_of_step:
+            while len(self._layouts_of_step) >= _MOST_LAYOUTS:  # such as those before a layer was thawed
+                del self._layouts_of_step[next(iter(self._layouts_of_step))]
+            self._layouts_of_step[key] = layout = []
             for owner in range(self.world.size):
                 numbered = [pair for pair in enumerate(key) if self._owners[pair[1]] == owner]
                 large = [pair for pair in numbered if pair[1].nbytes >= _SMALL_BYTES]
                 small = [pair for pair in numbered if pair[1].nbytes < _SMALL_BYTES]
                 layout += [(owner, bucket) for bucket in (*lay_out(large, 0), *lay_out(small, _SMALL_BYTES))]
-        return self._buckets_of_step[key]
+        return self._layouts_of_step[key]
 
     def _send(self, owner: int, bucket: Bucket) -> tuple[Bucket, Tensor | None, dist.Work]:
         """Begin to broadcast a bucket's weights; the flat tensor is None for weights that travel in place."""
@@ -149,7 +191,7 @@ class Zero1(AllReduce):
             _torch.foreach_copy_([parameter.detach() for parameter in bucket.parameters], views)
         bucket.release(flat)
 
-    def _described(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    def _gather_facts(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
         """Return every parameter's state by its index: {name: {dtype, shape} or the number} (*collective*)."""
         own = {
             index: {name: _describe(value) for name, value in optimizer.state[parameter].items()}
@@ -161,13 +203,14 @@ class Zero1(AllReduce):
     def _to_main(self, value: Any, fact: Any, parameter: nn.Parameter) -> Any:
         """Send an entry of a parameter's state from its owner to rank 0; return it there, on the host."""
         owner = self._owners[parameter]
-        if not isinstance(fact, Mapping) or owner == 0 or self.world.is_imagined:
+        if not isinstance(fact, Mapping) or owner == 0:
             return value if owner == self.world.rank else fact
-        if owner == self.world.rank:
-            dist.send(value.detach().cpu().contiguous(), group=self.world.group, group_dst=0)
-        elif self.world.is_main:
-            value = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
-            dist.recv(value, group=self.world.group, group_src=owner)
+        with self.world.progress.during("gather"):  # one phase per tensor: a large state may take long
+            if owner == self.world.rank:
+                dist.send(value.detach().cpu().contiguous(), group=self.world.group, group_dst=0)
+            elif self.world.is_main:
+                value = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
+                dist.recv(value, group=self.world.group, group_src=owner)
         return value
 
 

@@ -90,6 +90,11 @@ def _resolved(parallel: ParallelConfig, ranks: int, env: Mapping[str, str]) -> P
             f"--strategy {strategy} is one process, but --nodes, --world-size or the environment ask for {ranks} "
             f"ranks; take --strategy {with_ranks()}."
         )
+    if parallel.exchange != "full" and kind.drives_all and not kind.has_ranks:
+        raise RequestError(
+            f"--exchange {parallel.exchange}: --strategy {strategy} is one process, whose replicas exchange nothing in "
+            f"16 bits; take --strategy {with_ranks()}, or leave --exchange out."
+        )
     if kind.process_per_device:
         return parallel
     requested = parallel.devices or len(parallel.gpu_indices)

@@ -180,8 +180,6 @@ class Prepared:
             self._settings.append(_settings_of(optimizer))
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
-        if self.inner and self.exchange.divides_state:
-            raise RequestError("--strategy zero1 takes no optimizer that wraps another one; take --strategy ddp.")
         self.exchange.divide_state(self.optimizers)
         if self.config.record.output is not None:
             self._fresh = [plain_copy(item) for item in self.stateful_objects]
@@ -197,6 +195,7 @@ class Prepared:
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
         tensors = dict(self._weights())
+        tensors |= self.exchange.evidence()
         if not self.exchange.divides_state:
             tensors |= optimizer_tensors(self._all, self.optimizers)
         return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
@@ -289,7 +288,10 @@ class Prepared:
         for optimizer, saved in zip(self.optimizers, state.meta["optimizers"], strict=True):
             loaded = unpack(saved, state.tensors)
             if self.is_recipe:  # settings follow from the config and the step
-                loaded |= {"param_groups": optimizer.state_dict()["param_groups"]}
+                loaded["param_groups"] = [
+                    saved_group | {key: value for key, value in group.items() if key != "params"}
+                    for saved_group, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True)
+                ]
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             loaded["state"] = {
                 index: entries

@@ -183,6 +183,7 @@ class Stepper:
         progress = self._prepared.world.progress
         progress.enter("step")
         self._before_step()
+        self._prepared.exchange.begin_step(optimizer)
         self._stepping = optimizer
         try:
             result = self._precision.step_one(optimizer, step)
