@@ -186,7 +186,7 @@ def _without_exchange(exchange: Exchange) -> Exchange:
     """Return the exchange of a lone process for the same parameters. Replicas then diverge."""
     from ..exchange.base import Exchange
 
-    exchange.close()
+    exchange.mute()
     none = Exchange(exchange.world)
     none.models, none.parameters, none.keeps_replicas = exchange.models, exchange.parameters, False
     return none
@@ -215,6 +215,8 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
     gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
     peak = telemetry.peak_memory_bytes()
     # The counter sees this thread alone, not the replicas in other threads.
+    # zero1 sends weights, too, and 16 bits are half of a gradient's bytes.
+    sends_gradients = not loop.prepared.exchange.divides_state and loop.config.parallel.exchange == "full"
     flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
     rate = _matrix_rate(world.device, loop.prepared.precision.name)  # by all ranks at the same time
     values = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
@@ -230,7 +232,7 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
         "peak_memory_bytes": {"host": host, "device": device or None},
         "flops_a_step": flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
-        "bytes_a_step": counts["bytes"] if world.size > 1 else None,
+        "bytes_a_step": counts["bytes"] if world.size > 1 and sends_gradients else None,
     }
 
 

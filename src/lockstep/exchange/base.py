@@ -172,6 +172,9 @@ class Exchange:
     def begin_step(self, optimizer: Optimizer) -> None:
         """Prepare for a step, after the user's last change of the optimizer's hooks."""
 
+    def mute(self) -> None:
+        """Send nothing from now on, to measure steps without exchange: another exchange has the gradients."""
+
     def evidence(self) -> dict[str, Tensor]:
         """Return further tensors by name that are equal on all ranks after a step."""
         return {}

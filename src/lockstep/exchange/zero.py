@@ -47,7 +47,7 @@ class Zero1(AllReduce):
         self._layouts_of_step: dict[tuple[nn.Parameter, ...], list[tuple[int, Bucket]]] = {}
         self._optimizers: list[Optimizer] = []
         self._steps, self._gradient_sum = 0, torch.zeros((), dtype=torch.float64, device=world.device)
-        self._is_whole = False
+        self._is_muted = self._is_whole = False
         """Whether rank 0's optimizers have the whole state at this moment."""
 
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
@@ -102,6 +102,10 @@ class Zero1(AllReduce):
         if optimizer in self._hooks_of_step:
             _torch.move_innermost(self._hooks_of_step[optimizer])
 
+    def mute(self) -> None:
+        """See `Exchange.mute`."""
+        self._is_muted = True
+
     def evidence(self) -> dict[str, Tensor]:
         """See `Exchange.evidence`."""
         settings = [
@@ -152,6 +156,8 @@ class Zero1(AllReduce):
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+        if self._is_muted:
+            return
         with self.world.progress.during("broadcast"):
             sent = [self._send(owner, bucket) for owner, bucket in self._lay_out_step(optimizer)]
             for bucket, flat, work in sent:
