@@ -60,7 +60,7 @@ def measure() -> Report:
     return Report(
         title="What a rank of each sharding strategy holds",
         finding="; ".join(
-            f"a rank of {strategy} holds {share:.2f} times what a rank of ddp holds (goal {GOALS[strategy]}, "
+            f"A rank of {strategy} holds {share:.2f} times what a rank of ddp holds (goal {GOALS[strategy]}, "
             f"{verdict(share <= GOALS[strategy])})"
             for strategy, share in shares.items()
         )

@@ -422,8 +422,10 @@ each rank is compared with itself: checks/replicas.py
 - any(row[:-3] != by_rank[0][:-3] for row in by_rank)
 + any(row[:-3] != row[:-3] for row in by_rank)
 the optimizer's state is not compared: runs/prepared.py
-- if not self.exchange.divides_state:
-+ if self.exchange.divides_state:
+- else:
+-             tensors |= optimizer_tensors(self._all, self.optimizers)
++ else:
++             pass
 averaged weights are not compared: runs/prepared.py
 - return self.models if self.average is None else
 + return self.models if True else
@@ -660,9 +662,9 @@ ranks step their own parameters, and receive no others: exchange/zero.py
 - self._unpack(bucket, flat)
 + bucket.release(flat)
 = ranks/test_zero.py::test_a_rank_with_another_setting_or_gradient_is_found[setting]
-a rank's own learning rate is not compared: exchange/zero.py
-- if isinstance(value, int | float)
-+ if isinstance(value, str)
+a rank's own learning rate is not compared: runs/prepared.py
+- for group in settings for _, value in sorted(group.items())]
++ for group in settings[:0] for _, value in sorted(group.items())]
 = ranks/test_zero.py::test_a_rank_with_another_setting_or_gradient_is_found[gradient]
 a rank's own gradient is not compared: exchange/zero.py
 - self._gradient_sum += gradient.detach().sum().abs()

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ..checkpoint.state import parameters_of
+
 
 class Modules:
     """Outermost modules in the order of their first call while gradients are computed, and the optimizers."""
@@ -35,7 +37,7 @@ class Modules:
             number = len(self.optimizers)
             self.optimizers.append(optimizer)
             earlier = self._parameters_of_roots() | {*self.loose}
-            self.loose += [parameter for parameter in _parameters_of(optimizer) if parameter not in earlier]
+            self.loose += [parameter for parameter in parameters_of(optimizer) if parameter not in earlier]
         return number
 
     def tensors(self) -> list[list[Tensor]]:
@@ -53,7 +55,7 @@ class Modules:
 
     def gradients(self, optimizer: Optimizer, unclipped: Mapping[int, Tensor]) -> list[list[Tensor | None]]:
         """Return the gradients of the optimizer's parameters, or their `unclipped` values by id; None for others."""
-        stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
+        stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         parameters = [*([*root.parameters()] for root in self.roots), self.loose]
 
         def gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -65,10 +67,6 @@ class Modules:
 
     def _parameters_of_roots(self) -> set[nn.Parameter]:
         return {parameter for root in self.roots for parameter in root.parameters()}
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def index_of(items: list[Any], item: object) -> int | None:

@@ -140,6 +140,11 @@ def few(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters in the order of its state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def optimizer_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
     """Return the tensors of the optimizers' states as `optimizer/PARAMETER/KEY`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -181,8 +186,7 @@ def _keep_types(optimizer: Optimizer, saved: Any) -> None:
 
     NAdam's products and ASGD's averages are float32 beside parameters of any type.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         entries: dict[str, Any] = optimizer.state.get(parameter) or {}
         was = saved.get(index) if isinstance(saved, dict) else None
         for key, value in was.items() if isinstance(was, dict) else ():

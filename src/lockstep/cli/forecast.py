@@ -38,6 +38,8 @@ def main(words: list[str]) -> int:
         raise RequestError("lockstep forecast cannot measure a compiled model; leave out --compile.")
     if not job.is_script and base.parallel.strategy not in ("auto", "ddp"):
         raise RequestError(f"--strategy {base.parallel.strategy}: forecasts are of ddp (and of dp beside it).")
+    if base.parallel.exchange != "full":
+        raise RequestError(f"--exchange {base.parallel.exchange}: forecasts are of full gradients; leave it out.")
     within = networks.links("--within", options.get("--within", "PCIe4"))
     # If --network is a run: its ranks and step times.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from .. import hardware
+from ..config.registry import KINDS
 from ..config.schema import RunConfig
-from ..errors import RunError
+from ..errors import RequestError, RunError
 from ..files import write_json
 from ..nn.attach import gate_schedule
 from ..sessions.hooks import Hooks
@@ -162,6 +163,8 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     yield from _pass(steps)
     costs |= _timed(measurement, loop, begun, counts)
     if is_profiled:  # one rank of several, alone
+        if not _sends_gradients(loop):
+            raise RequestError("Forecasts are of ddp and full gradients: leave strategy= and exchange= out.")
         measurement.progress.clock = None
         mark_exchanges(models, clock, on_gpu=on_gpu)
         clock.restart()
@@ -215,8 +218,6 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
     gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
     peak = telemetry.peak_memory_bytes()
     # The counter sees this thread alone, not the replicas in other threads.
-    # zero1 sends weights, too, and 16 bits are half of a gradient's bytes.
-    sends_gradients = not loop.prepared.exchange.divides_state and loop.config.parallel.exchange == "full"
     flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
     rate = _matrix_rate(world.device, loop.prepared.precision.name)  # by all ranks at the same time
     values = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
@@ -232,7 +233,7 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
         "peak_memory_bytes": {"host": host, "device": device or None},
         "flops_a_step": flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
-        "bytes_a_step": counts["bytes"] if world.size > 1 and sends_gradients else None,
+        "bytes_a_step": counts["bytes"] if world.size > 1 and _sends_gradients(loop) else None,
     }
 
 
@@ -269,6 +270,12 @@ def _signal_workers(number: int) -> None:
         if worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, number)
+
+
+def _sends_gradients(loop: Loop) -> bool:
+    """Return whether gradients are all that is sent, as they are: zero1 also sends weights."""
+    parallel = loop.config.parallel
+    return parallel.exchange == "full" and not (parallel.strategy in KINDS and KINDS[parallel.strategy].divides_state)
 
 
 def _sent_bytes(points: list[tuple[str, int, int]]) -> int:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _EXPONENT, _MOST_EXPONENT = 14, 100  # of the largest number sent, and of a factor
-WIRES = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The type in which gradients travel, by the name of the exchange; None for their own."""
+WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type in which gradients travel, by the name of the exchange."""
 
 
 class CompressedSum:

@@ -54,6 +54,6 @@ def exchange_of(world: World, config: ParallelConfig) -> Exchange:
     if world.group is None:
         return Exchange(world)
     module, _, kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)].exchange.partition(":")
-    options = {} if config.exchange == "full" else {"wire": WIRES[config.exchange]}
+    options = {"wire": WIRES[config.exchange]} if config.exchange in WIRES else {}
     exchange: Exchange = getattr(import_module(module, __package__), kind)(world, **options)
     return exchange

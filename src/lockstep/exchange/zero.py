@@ -6,7 +6,7 @@ of all others are hidden, and then receives the others' new weights. State exist
 optimizer that treats each parameter alone has the bits that it has under ddp.
 
 Weights are equal on all ranks whatever their gradients and settings were. So the replica check compares these: the
-settings, and a running sum over one parameter's gradient in each step.
+optimizers' settings, and a running sum over one parameter's gradient in each step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .. import _torch
+from ..checkpoint.state import parameters_of
 from ..errors import RequestError
 from ..world.world import World
 from .allreduce import AllReduce
@@ -45,9 +46,9 @@ class Zero1(AllReduce):
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients of other ranks' parameters, during a step."""
         self._layouts_of_step: dict[tuple[nn.Parameter, ...], list[tuple[int, Bucket]]] = {}
-        self._optimizers: list[Optimizer] = []
         self._steps, self._gradient_sum = 0, torch.zeros((), dtype=torch.float64, device=world.device)
-        self._is_muted = self._is_whole = False
+        self._is_muted = False
+        self._is_whole = False
         """Whether rank 0's optimizers have the whole state at this moment."""
 
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
@@ -58,11 +59,10 @@ class Zero1(AllReduce):
                     f"--strategy zero1 cannot divide the state of {type(optimizer).__name__}: it takes torch.optim's "
                     "optimizers other than LBFGS, which treat each parameter alone; take --strategy ddp."
                 )
-            self._assign(sorted(_parameters(optimizer), key=lambda parameter: -parameter.numel()))
-            for parameter in _parameters(optimizer):
+            self._assign(sorted(parameters_of(optimizer), key=lambda parameter: -parameter.numel()))
+            for parameter in parameters_of(optimizer):
                 if not self.owns(parameter):
                     optimizer.state.pop(parameter, None)
-            self._optimizers.append(optimizer)
             self._hooks_of_step[optimizer] = _torch.hook_step(optimizer, self._hide_others, self._send_weights)
             optimizer.register_state_dict_pre_hook(self._check_whole)  # stays: the state remains divided
 
@@ -76,7 +76,7 @@ class Zero1(AllReduce):
         received: list[tuple[Optimizer, nn.Parameter]] = []
         for optimizer in optimizers:
             for index, entries in self._gather_facts(optimizer).items():
-                parameter = _parameters(optimizer)[index]
+                parameter = parameters_of(optimizer)[index]
                 mine = optimizer.state.get(parameter, {})
                 values = {name: self._to_main(mine.get(name), fact, parameter) for name, fact in entries.items()}
                 if self.world.is_main and not self.owns(parameter):
@@ -108,17 +108,7 @@ class Zero1(AllReduce):
 
     def evidence(self) -> dict[str, Tensor]:
         """See `Exchange.evidence`."""
-        settings = [
-            float(value)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for _, value in sorted(group.items())
-            if isinstance(value, int | float)
-        ]
-        return {
-            "optimizer/settings": torch.tensor(settings, dtype=torch.float64),
-            "optimizer/gradients": self._gradient_sum,
-        }
+        return {"optimizer/gradients": self._gradient_sum}
 
     def _check_whole(self, optimizer: Optimizer) -> None:
         """Raise `RequestError` for a `state_dict` that would lack the other ranks' state."""
@@ -138,7 +128,7 @@ class Zero1(AllReduce):
 
     def _hide_others(self, optimizer: Optimizer) -> None:
         """Hide the gradients of other ranks' parameters."""
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         self._assign(parameters)  # of a parameter group that the loop has added
         with_gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         if with_gradient:
@@ -167,7 +157,7 @@ class Zero1(AllReduce):
 
     def _lay_out_step(self, optimizer: Optimizer) -> list[tuple[int, Bucket]]:
         """Return (owner, bucket) of the parameters that train: alike on all ranks, whatever gradients a rank has."""
-        key = tuple(parameter for parameter in _parameters(optimizer) if parameter.requires_grad)
+        key = tuple(parameter for parameter in parameters_of(optimizer) if parameter.requires_grad)
         if key not in self._layouts_of_step:
             while len(self._layouts_of_step) >= _MOST_LAYOUTS:  # such as those before a layer was thawed
                 del self._layouts_of_step[next(iter(self._layouts_of_step))]
@@ -201,7 +191,7 @@ class Zero1(AllReduce):
         """Return every parameter's state by its index: {name: {dtype, shape} or the number} (*collective*)."""
         own = {
             index: {name: _describe(value) for name, value in optimizer.state[parameter].items()}
-            for index, parameter in enumerate(_parameters(optimizer))
+            for index, parameter in enumerate(parameters_of(optimizer))
             if self.owns(parameter) and parameter in optimizer.state
         }
         return {int(index): entries for of_rank in self.world.gather(own) for index, entries in of_rank.items()}
@@ -218,10 +208,6 @@ class Zero1(AllReduce):
                 value = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
                 dist.recv(value, group=self.world.group, group_src=owner)
         return value
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _describe(value: Any) -> Any:

@@ -26,6 +26,7 @@ from ..checkpoint.state import (
     load_optimizer,
     model_state,
     optimizer_tensors,
+    parameters_of,
 )
 from ..checks import finite
 from ..checks.digest import digest
@@ -124,8 +125,7 @@ class Prepared:
     @property
     def optimized(self) -> set[Tensor]:
         """Parameters of the prepared optimizers."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return {parameter for group in groups for parameter in group["params"]}
+        return {parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -195,8 +195,12 @@ class Prepared:
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
         tensors = dict(self._weights())
-        tensors |= self.exchange.evidence()
-        if not self.exchange.divides_state:
+        if self.exchange.divides_state:
+            settings = [settings for optimizer in self.optimizers for settings in _settings_of(optimizer)]
+            numbers = [float(value) for group in settings for _, value in sorted(group.items())]
+            tensors |= self.exchange.evidence()
+            tensors["optimizer/settings"] = torch.tensor(numbers, dtype=torch.float64)
+        else:
             tensors |= optimizer_tensors(self._all, self.optimizers)
         return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
 
@@ -292,7 +296,7 @@ class Prepared:
                     saved_group | {key: value for key, value in group.items() if key != "params"}
                     for saved_group, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True)
                 ]
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = parameters_of(optimizer)
             loaded["state"] = {
                 index: entries
                 for index, entries in loaded["state"].items()
@@ -350,10 +354,7 @@ class Prepared:
     def _orders(self) -> list[list[str]]:
         """Return the names of each optimizer's parameters, in its order."""
         names = {parameter: name for name, parameter in self._all.named_parameters()}
-        return [
-            [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
-            for optimizer in self.optimizers
-        ]
+        return [[names.get(parameter, "") for parameter in parameters_of(optimizer)] for optimizer in self.optimizers]
 
     def _check_parts(self, state: State) -> None:
         """Raise `RequestError` unless the optimizers and other objects are of the saved kinds and number."""
