@@ -60,6 +60,11 @@ def is_viewed(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2  # `tensor` and `storage`
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether a parameter has hooks on its gradient, or after its accumulation."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 Hooks = Sequence[Callable[[Any], Any]]
 
 

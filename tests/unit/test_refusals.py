@@ -69,7 +69,7 @@ TRAIN = """
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
---strategy single --devices 2          | take dp or ddp or zero1 or hybrid, or one device
+--strategy single --devices 2          | take dp or ddp or zero1 or fsdp or hybrid, or one device
 --devices 2 --gpus 0                   | --devices 2 | --gpus 0 | give one
 --gpus 0                               | --gpus 0 | this machine shows no GPU
 --accelerator cuda                     | --accelerator cuda | this machine shows no GPU | --accelerator cpu
@@ -79,7 +79,7 @@ TRAIN = """
 
 # A flag and what was given, and what is told; other programs' names of flags, and ours.
 NEARLY = """
---modle x: --model, --device 2: --accelerator or --devices?, --model resnet81: resnet8, --strategy dpp: dp or ddp?,
+--modle x: --model, --device 2: --accelerator or --devices?, --model resnet81: resnet8, --strategy dpp: dp or ddp or fsdp?,
 --launcher spwan: spawn?, --data digit: digits?, --optimizer sdg: sgd?, --loss cross_entropi: cross_entropy,
 --accelerator gpu: cuda?, --augment crop flup: flip?, --learning_rate 1: --lr?, --num-workers 1: --workers?
 """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import RequestError, unknown
+from .shards import is_shard, shard_as
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,13 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], extra: dict[str, An
     for name, buffer in dict(model.named_buffers()).items():
         if name in tensors and tensors[name].shape != buffer.shape:
             set_buffer(model, name, torch.empty_like(tensors[name], dtype=buffer.dtype, device=buffer.device))
+    sharded = {
+        name: shard_as(parameter, tensors[name])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in tensors
+    }
     try:
-        model.load_state_dict(tensors | (extra or {}))
+        model.load_state_dict(tensors | sharded | (extra or {}))
     except Exception as error:  # a module may raise its own errors
         check_fits(model, tensors)
         raise RequestError(
@@ -130,7 +136,7 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     torch's fused CPU optimizers traverse both in memory order: state in another order would silently apply to the wrong
     weights.
     """
-    if tensor.shape != parameter.shape:
+    if tensor.shape != parameter.shape or is_shard(tensor):  # torch shards tensors in one memory order
         return tensor.clone()
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -161,6 +167,10 @@ def optimizer_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's own `state_dict`. Raises `RequestError` for a misfit."""
     initialized = sum(bool(entries) for entries in optimizer.state.values())
+    saved: Any = state.get("state")
+    for index, parameter in enumerate(parameters_of(optimizer)) if isinstance(saved, dict) else ():
+        entries = saved.get(index) or {}
+        entries |= {key: shard_as(parameter, value) for key, value in entries.items()}
     try:
         optimizer.load_state_dict(state)
     except Exception as error:  # an optimizer may raise its own errors

@@ -35,8 +35,8 @@ IDENTITY = (
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 OF_A_SESSION = (
     *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
-    *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "exchange", "precision", "deterministic"),
-    *("timeout", "stall-timeout", "collectives"),
+    *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "shard-modules", "shard-size", "exchange"),
+    *("precision", "deterministic", "timeout", "stall-timeout", "collectives"),
 )
 """The options of `lockstep train` that a session takes; on all else the script decides."""
 _COMMAND_SECTIONS = ("parallel", "checkpoint", "record")

@@ -14,6 +14,7 @@ class Kind(NamedTuple):
     has_ranks: bool  # several processes share the work
     drives_all: bool  # a process drives all devices that are used on its node, not one
     divides_state: bool = False  # gradients are those of ddp, so that no default compares or measures it
+    divides_weights: bool = False
 
     @property
     def process_per_device(self) -> bool:
@@ -29,12 +30,14 @@ class Kind(NamedTuple):
 _DP = "one process drives several devices (threads on a CPU)"
 _DDP = "one process a device, gradients all-reduced while backward runs"
 _ZERO1 = "as ddp, and each process has a part of the optimizer's state"
+_FSDP = "as zero1, and each process has a part of the weights and gradients (torch's fully_shard)"
 _HYBRID = "one process a node drives several devices (threads on a CPU), gradients all-reduced between processes"
 KINDS = {
     "single": Kind(".base:Exchange", "one device", False, False),
     "dp": Kind(".base:Exchange", _DP, False, True),
     "ddp": Kind(".allreduce:AllReduce", _DDP, True, False),
     "zero1": Kind(".zero:Zero1", _ZERO1, True, False, True),
+    "fsdp": Kind(".sharded:FullyShard", _FSDP, True, False, True, True),
     "hybrid": Kind(".allreduce:AllReduce", _HYBRID, True, True),
 }
 

@@ -133,7 +133,7 @@ class ParallelConfig:
     """Devices, strategy, launcher and rendezvous."""
 
     strategy: Annotated[str, OneOf(KINDS, ("auto",))] = "auto"
-    """single, dp, ddp, zero1, hybrid; auto: ddp with several devices."""
+    """single, dp, ddp, zero1, fsdp, hybrid; auto: ddp with several devices."""
     devices: _MaybeInt = None  # Devices per node; default: all GPUs, or 1 CPU process.
     gpus: Annotated[str, _key(metavar="I,J,…")] = ""  # Indices of visible GPUs, such as 0,1.
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"  # auto, cpu or cuda.
@@ -152,6 +152,10 @@ class ParallelConfig:
     """End the run after this time without progress (a batch, a step, a save)."""
     batchnorm: Annotated[str, OneOf(("auto", "sync", "local"))] = "auto"
     """Batch statistics: sync (global micro-batch) or local (each replica); auto: sync where possible."""
+    shard_modules: Annotated[tuple[str, ...], _key(metavar="CLASS …")] = ()
+    """Classes of modules that fsdp gathers one at a time, such as BertLayer or *Block; default: those that repeat."""
+    shard_size: Annotated[_MaybeInt, Bounds(least=2, below=2**31)] = None
+    """Ranks that fsdp divides the weights among, such as those of a node; default: all."""
     exchange: Annotated[str, OneOf(("full", "bf16", "fp16"))] = "full"
     """Gradients between ranks: full; bf16, fp16: rounded, half of the bytes."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
@@ -296,6 +300,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--warmup {optim.warmup:g} exceeds --epochs {config.epochs}; give --warmup {config.epochs} or less."
     if batch.accumulate is not None and batch.micro_batch is not None:
         yield f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch} both set micro-batches; give one."
+    divides_weights = parallel.strategy in KINDS and KINDS[parallel.strategy].divides_weights
+    if (parallel.shard_modules or parallel.shard_size) and not divides_weights:
+        yield "--shard-modules and --shard-size belong to --strategy fsdp."
+    if divides_weights and parallel.exchange != "full":
+        yield f"--exchange {parallel.exchange} cannot work under --strategy {parallel.strategy}; take ddp or zero1."
     is_range = re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", parallel.nodes_asked, re.ASCII)
     if not is_range or parallel.nodes > parallel.most_nodes:
         yield f"--nodes {parallel.nodes_asked!r}: give 1 or more, or a range such as 1:4."

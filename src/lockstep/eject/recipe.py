@@ -38,6 +38,8 @@ _REFUSED = {
     "deterministic": "deterministic algorithms; call torch.use_deterministic_algorithms there",
     "nodes": "a number of nodes; start the ranks by torchrun, by hand or in Slurm",
     "resume": "an optimizer's state; the file takes --weights",
+    "shard-modules": "blocks of fsdp; torch has it as fully_shard",
+    "shard-size": "groups of fsdp; torch has it as fully_shard over a mesh of two dimensions",
     "exchange": "gradients in 16 bits between the ranks; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
 }
@@ -83,8 +85,8 @@ def eject(config: RunConfig, command: str, *, slurm: bool = False, language: str
     strategy = resolved(parallel.strategy, distributed=is_distributed)
     if KINDS[strategy].divides_state:
         raise RequestError(
-            f"lockstep eject: --strategy {strategy} has no plain form here: torch has it as ZeroRedundancyOptimizer. "
-            "Take --strategy ddp."
+            f"lockstep eject: --strategy {strategy} has no plain form here: torch has it as "
+            f"{'fully_shard' if KINDS[strategy].divides_weights else 'ZeroRedundancyOptimizer'}. Take --strategy ddp."
         )
     if slurm and strategy not in ("ddp", "hybrid"):
         raise RequestError(f"--slurm starts several ranks, and --strategy is {strategy}; use ddp or hybrid.")

@@ -102,7 +102,7 @@ class Exchange:
     keeps_replicas = True
     """Whether replicas stay equal, so that the replica check applies."""
     divides_state = False
-    """Whether each rank has the state of its own parameters only."""
+    """Whether each rank has only a part of the optimizers' state, and perhaps of the weights."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -166,6 +166,20 @@ class Exchange:
         `details` describe the call, such as the names of values.
         """
 
+    def shard(self, model: nn.Module) -> None:
+        """Divide a model's weights among the ranks in place, if the method does (*collective*).
+
+        The model need not be attached, such as an average.
+        """
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters, in every form in which a loss may depend on them."""
+        return self.parameters
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have the optimizers train the exchange's parameters, if it has replaced the model's."""
+
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
         """Divide the optimizers' state among the ranks, if the method does; called before the first step."""
 
@@ -175,8 +189,11 @@ class Exchange:
     def mute(self) -> None:
         """Send nothing from now on, to measure steps without exchange: another exchange has the gradients."""
 
-    def evidence(self) -> dict[str, Tensor]:
-        """Return further tensors by name that are equal on all ranks after a step."""
+    def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
+        """Return further tensors by name that are equal on all ranks after a step (*collective*).
+
+        `digest` returns a 0-dim int64 that any bit of the tensors changes.
+        """
         return {}
 
     def owns(self, parameter: nn.Parameter) -> bool:

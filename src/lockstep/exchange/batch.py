@@ -57,9 +57,13 @@ class GlobalBatch:
         run: Any,
         *,
         last: bool,
+        is_coupled: bool = False,
         unscale: Callable[[], None] | None = None,
     ) -> None:
         """Add the gradients of `factor` · `loss` (0-dim) to the batch's (*collective*). `run(factor)` computes them.
+
+        With factor 0 they are zero, even if the loss is a mean over nothing, unless `is_coupled`: other ranks' losses
+        then depend on this rank's samples.
 
         With a `weight`, the last micro-batch divides the sum by all ranks' weights. `share` is needed if a collate
         function may drop samples: (samples in this rank's mean, samples in the global batch that `factor` assumes).
@@ -95,7 +99,7 @@ class GlobalBatch:
             run(factor)  # autograd adds to existing gradients
         else:
             self._hidden += exchange.hide()
-            zeroed = factor <= 0 if isinstance(factor, Tensor) else factor == 0
+            zeroed = not is_coupled and (factor <= 0 if isinstance(factor, Tensor) else factor == 0)
             header = header._replace(part=number)
             backward_pass = Pass(lambda: run(factor), part, header, self._weights[number], last, zeroed)
             weights = exchange.backward(backward_pass)

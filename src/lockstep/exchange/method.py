@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -51,9 +52,15 @@ def build(config: ParallelConfig, world: World) -> Method:
 
 def exchange_of(world: World, config: ParallelConfig) -> Exchange:
     """Return the strategy's exchange; the base class for a single rank, and for imagined ranks."""
+    name = registry.resolved(config.strategy, distributed=True)
+    kind = registry.KINDS[name]
+    if world.size == 1 and kind.divides_weights:
+        raise RequestError(f"--strategy {name} divides the weights among ranks, and here is one; take more, or single.")
     if world.group is None:
         return Exchange(world)
-    module, _, kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)].exchange.partition(":")
-    options = {"wire": WIRES[config.exchange]} if config.exchange in WIRES else {}
-    exchange: Exchange = getattr(import_module(module, __package__), kind)(world, **options)
-    return exchange
+    module, _, exchange = kind.exchange.partition(":")
+    options: dict[str, Any] = {"wire": WIRES[config.exchange]} if config.exchange in WIRES else {}
+    if kind.divides_weights:
+        options = {"blocks": config.shard_modules, "shard_size": config.shard_size}
+    built: Exchange = getattr(import_module(module, __package__), exchange)(world, **options)
+    return built

@@ -11,7 +11,7 @@ optimizers' settings, and a running sum over one parameter's gradient in each st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ class Zero1(AllReduce):
         """See `Exchange.mute`."""
         self._is_muted = True
 
-    def evidence(self) -> dict[str, Tensor]:
+    def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """See `Exchange.evidence`."""
         return {"optimizer/gradients": self._gradient_sum}
 

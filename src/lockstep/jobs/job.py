@@ -202,7 +202,10 @@ def assemble(
     with torch.no_grad():
         world.broadcast([*model.parameters(), *model.buffers()])
     replica = replicas.replicate(model, method.devices, method.name)
+    average = None if config.optim.ema is None else Average(model, config.optim.ema)
     method.exchange.attach(model)
+    if average is not None:
+        method.exchange.shard(average.module)
     optimizers = optim.build(model, config.optim)
     # From here on the generators serve the model's own randomness alone, which differs between ranks.
     seed_all(config.seed, world.rank, devices=method.devices)
@@ -211,7 +214,7 @@ def assemble(
         is_recipe=True,
         method=method,
         replica=replica,
-        average=None if config.optim.ema is None else Average(model, config.optim.ema),
+        average=average,
         batchnorm=batchnorm,
         plan=plan,
         data=data,

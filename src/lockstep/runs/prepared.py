@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..batching import BatchPlan
 from ..checkpoint import find
 from ..checkpoint.packing import names_in, pack, unpack
+from ..checkpoint.shards import is_shard, local, shard_as, whole
 from ..checkpoint.state import (
     State,
     add_buffers,
@@ -152,6 +153,7 @@ class Prepared:
 
         Raises `RequestError` for a parameter of no model, or of two optimizers.
         """
+        self.exchange.adopt(self.optimizers)
         names = {parameter: name for name, parameter in self._all.named_parameters()}
         exchanged = set(self.exchange.parameters)
         if added := [name for parameter, name in names.items() if parameter not in exchanged]:
@@ -194,14 +196,14 @@ class Prepared:
 
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
-        tensors = dict(self._weights())
         if self.exchange.divides_state:
+            tensors = {name: tensor.detach() for name, tensor in self._weights() if not is_shard(tensor)}
             settings = [settings for optimizer in self.optimizers for settings in _settings_of(optimizer)]
             numbers = [float(value) for group in settings for _, value in sorted(group.items())]
-            tensors |= self.exchange.evidence()
+            tensors |= self.exchange.evidence(digest)
             tensors["optimizer/settings"] = torch.tensor(numbers, dtype=torch.float64)
         else:
-            tensors |= optimizer_tensors(self._all, self.optimizers)
+            tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
         return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
@@ -226,7 +228,8 @@ class Prepared:
 
         Raises `RunError` for non-finite weights or statistics; other buffers, such as a mask, are not checked.
         """
-        if non_finite := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
+        tensors = {name: local(tensor) for name, tensor in (*self._weights(), *self._statistics())}
+        if non_finite := finite.find_non_finite(self.world, tensors):
             raise finite.error(step, non_finite, self.remedy())
         with self.exchange.whole_state(self.optimizers):
             return self._state(pending)
@@ -246,15 +249,21 @@ class Prepared:
             for name, parameter in self._all.named_parameters():
                 if (gradient := parameter.grad) is not None:
                     tensors[f"gradients/{name}"] = gradient.to_dense() if gradient.is_sparse else gradient
+        for name in sorted(name for name, tensor in tensors.items() if is_shard(tensor)):
+            gathered = whole(tensors.pop(name))  # one at a time, to rank 0's host
+            if self.world.is_main:
+                tensors[name] = gathered.cpu()
         return State(tensors, meta)
 
     def fingerprint(self) -> str:
-        """Return a digest of models, of the optimizers' settings, and of the states of other objects."""
+        """Return a digest of models, of the optimizers' settings, and of other objects' states (*collective*)."""
         tensors: dict[str, Tensor] = {}
         states = [pack(item.state_dict(), tensors, {}) for item in self.stateful_objects]
         settings = [_settings_of(optimizer) for optimizer in self.optimizers]
         models = [tensor for model in self.groups.values() for tensor in (*model.parameters(), *model.buffers())]
-        values = int(digest([tensor.detach() for tensor in (*models, *tensors.values())]))
+        values: Any = int(digest([local(tensor) for tensor in (*models, *tensors.values())]))
+        if any(map(is_shard, models)):  # all ranks then decide alike
+            values = self.world.gather(values)
         return hashlib.sha256(json.dumps([states, settings, values]).encode()).hexdigest()
 
     def find_differing_state(self, state: State) -> str:
@@ -310,7 +319,7 @@ class Prepared:
         gradients = state.part("gradients")
         for name, parameter in self._all.named_parameters() if gradients else ():
             if name in gradients:
-                parameter.grad = laid_out_as(parameter, gradients[name].to(parameter.device))
+                parameter.grad = laid_out_as(parameter, shard_as(parameter, gradients[name].to(parameter.device)))
 
     def load_weights(self, state: State) -> None:
         """Load only the models and the average. Raises `RequestError` for tensors that do not fit."""

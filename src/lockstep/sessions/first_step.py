@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import _torch
+from ..checkpoint.shards import local
 from ..checks.digest import digest
 from ..data.share import SharedLoader, state_of
 from ..errors import RequestError
@@ -35,13 +36,13 @@ class FirstStep:
         self._divisors: list[tuple[Tensor, int]] = []  # of means over labels: (divisor, labels)
         owned = prepared.optimized
         self._unowned = {  # trainable parameters of no prepared optimizer, with their digests
-            name: (parameter, int(digest([parameter.detach()])))
+            name: (parameter, int(digest([local(parameter)])))
             for model in prepared.models.values()
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter not in owned
         }
         self._with_gradient: set[str] = set()  # of those
-        self._known = set(prepared.exchange.parameters)
+        self._known = set(prepared.exchange.leaves)
         self._foreign = ""  # a trained parameter of no prepared model
         source = prepared.source
         self._is_shared = prepared.world.size > 1 or (source is not None and source.plan.accumulation > 1)
@@ -129,7 +130,7 @@ class FirstStep:
         stepped = [
             name
             for name, (parameter, initial) in self._unowned.items()
-            if name in self._with_gradient and int(digest([parameter.detach()])) != initial
+            if name in self._with_gradient and int(digest([local(parameter)])) != initial
         ]
         if saves and stepped:
             sentences.append(
@@ -223,7 +224,7 @@ class AverageWatch:
         """Compare within a batch, before the backward pass of each micro-batch. Returns a sentence or ""."""
         if not self._steps:
             return ""
-        digests = {name: int(digest([tensor.detach() for tensor in group])) for name, group in self._averages().items()}
+        digests = {name: int(digest([local(tensor) for tensor in group])) for name, group in self._averages().items()}
         changed = [name for name, value in digests.items() if micro and self._digests.get(name, value) != value]
         self._digests = digests
         self._steps = 0 if changed else self._steps - (micro == 0)
@@ -247,7 +248,7 @@ def _buffers(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
 def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, fingerprint) of each module attribute outside of its `state_dict`."""
     for model in models.values():
-        saved = {tensor.data_ptr() for tensor in model.state_dict().values() if isinstance(tensor, Tensor)}
+        saved = {local(tensor).data_ptr() for tensor in model.state_dict().values() if isinstance(tensor, Tensor)}
         saved.discard(0)
         for path, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Never
 
@@ -33,7 +34,9 @@ def session(
     micro_batch: int | None = None,
     draws: Literal["rank", "global"] = "rank",
     batchnorm: Literal["auto", "sync", "local"] = "auto",
-    strategy: Literal["auto", "ddp", "zero1"] = "auto",
+    strategy: Literal["auto", "ddp", "zero1", "fsdp"] = "auto",
+    shard_modules: Sequence[str] = (),
+    shard_size: int | None = None,
     exchange: Literal["full", "bf16", "fp16"] = "full",
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
     deterministic: bool = False,
@@ -62,7 +65,11 @@ def session(
     - `draws`: "rank" (dropout and noise differ between ranks), or "global" (as on one device).
     - `batchnorm`: statistics of the global micro-batch ("sync", the choice of "auto"), or of each rank's share
       ("local").
-    - `strategy`: "zero1" divides the optimizers' state among the ranks; "auto" and "ddp" give it to each of them.
+    - `strategy`: "auto" and "ddp" give each rank the whole model and the optimizers' state; "zero1" divides the state
+      among the ranks, "fsdp" also the weights and gradients.
+    - `shard_modules`: under fsdp, the classes of the modules whose weights are gathered one at a time, by name or
+      shell pattern. Default: those that repeat.
+    - `shard_size`: under fsdp, the ranks that divide the weights, such as those of a node. Default: all.
     - `exchange`: "bf16" and "fp16" round the gradients that ranks send: half of the bytes, and other numbers.
     - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
     - `deterministic`: use only algorithms with reproducible bits.

@@ -33,6 +33,11 @@ class Draws:
         """Place of the first global draw, or ""."""
         return "" if self._global is None else self._global.first
 
+    @property
+    def have_mixed(self) -> bool:
+        """Whether the current share may have mixed its samples with other ranks'."""
+        return self._global is not None and self._global.has_mixed
+
     def begin(self, handed: Handed, *, watches: bool) -> None:
         """Begin the draws of a share. With `watches`, watch draws per rank, once in a run."""
         if self._global is not None:

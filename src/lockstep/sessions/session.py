@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..checkpoint.shards import whole
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange import base
@@ -183,10 +184,12 @@ class Session:
     def _begin(self, epochs: int | None) -> None:
         """Begin the loop (*collective*)."""
         source = self.prepared.source
-        if source is None or source.plan.accumulation > 1:
-            self._averages = AverageWatch(self.prepared)
+        may_accumulate = source is None or source.plan.accumulation > 1
+        if may_accumulate:
             self._preparation.gate()
         self.loop.begin(epochs)
+        if may_accumulate:
+            self._averages = AverageWatch(self.prepared)
         for loader in self._passes.loaders:
             loader.catch_up(self.loop.position.epochs)
         if epochs is not None:  # earlier passes were looks at the data
@@ -341,7 +344,12 @@ class Session:
             loop.warn(caution)
         progress.enter("backward")
         recorded = self._preparation.before_scaling(loss)
-        self._stepper.backward(loss, handed, weight, reduction, recorded=recorded, retain_graph=retain_graph)
+        self._stepper.backward(
+            *(loss, handed, weight, reduction),
+            couples=self._draws.have_mixed or self.prepared.batchnorm == "sync",
+            recorded=recorded,
+            retain_graph=retain_graph,
+        )
         progress.enter("")
 
     def observe(self, grad_norm: Tensor | None, outputs: tuple[Tensor, Tensor] | None = None) -> None:
@@ -350,7 +358,7 @@ class Session:
         `outputs` are logits (n, classes) and labels (n,), recorded for an interval's last step. Call it before
         `optimizer.step()`. The host does not wait for the device.
         """
-        self._stepper.norm = grad_norm
+        self._stepper.norm = None if grad_norm is None else whole(grad_norm)
         self.loop.meter.pending.last = outputs if self._counts else None
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader | Evaluated) -> Iterator[Any]:

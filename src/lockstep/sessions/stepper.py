@@ -100,12 +100,14 @@ class Stepper:
         weight: float | Tensor | None,
         reduction: str,
         *,
+        couples: bool,
         recorded: Tensor,
         retain_graph: bool,
     ) -> None:
         """Add the gradients of this rank's loss (0-dim) to the batch's (*collective*). See `Session.backward`.
 
-        `recorded` is the loss to record, before any user's GradScaler.
+        `couples` is whether other ranks' losses depend on this rank's samples, as by synchronised BatchNorm: a loss of
+        weight 0 then has gradients. `recorded` is the loss to record, before any user's GradScaler.
         """
         factor, expected = self._factor(handed, weight, reduction)
         weight = _weighed(handed, weight)
@@ -132,6 +134,7 @@ class Stepper:
             header,
             lambda factor: self._precision.backward(loss, factor, retain_graph=retain_graph),
             last=handed is None or handed.share.last,
+            is_coupled=couples and (handed is None or handed.share.size > 0),
             unscale=self._unscale,
         )
 

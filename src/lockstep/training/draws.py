@@ -66,6 +66,11 @@ class GlobalDraws:
         """Place of the first draw, or ""."""
 
     @property
+    def has_mixed(self) -> bool:
+        """Whether the current share has drawn a permutation of all samples."""
+        return bool(self._permutations.references)
+
+    @property
     def is_active(self) -> bool:
         """Whether user code is between `begin` and `end`."""
         return self._process_streams is not None

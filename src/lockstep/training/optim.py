@@ -7,6 +7,7 @@ of the config and s, so that a resumed run, or one on another world, has the sam
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,14 +36,17 @@ class Average:
         groups = (getattr(module, "process_group", None) for module in model.modules())
         self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False)
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._averaged_weights: list[Tensor] = list(self.module.parameters())
-        self._weights: list[Tensor] = list(model.parameters())
         self._model = model
+
+    @functools.cached_property
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The averaged weights and the model's, as they are in training: both may be divided among ranks by then."""
+        return list(self.module.parameters()), list(self._model.parameters())
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the model's weights after a step."""
-        self._average(self._averaged_weights, self._weights, 0)
+        self._average(*self._weights, 0)
         # By name: a forward pass may replace a buffer, in another shape, or register one.
         averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
         for name, buffer in buffers.items():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import user_code
 from .._torch import as_default_group
 from ..batching import BatchPlan
+from ..checkpoint.shards import local, whole
 from ..checks import difference
 from ..checks.digest import digest
 from ..config.options import override
@@ -220,7 +221,7 @@ class Workbench:
                         # As DistributedDataParallel does: the mean of the ranks' means.
                         job.exchange.divide(part, torch.tensor(float(job.world.size)))
         weights = job.model.named_parameters(remove_duplicate=False)
-        gradients = {name: weight.grad.detach().clone() for name, weight in weights if weight.grad is not None}
+        gradients = {name: whole(weight.grad).clone() for name, weight in weights if weight.grad is not None}
         job.model.zero_grad()
         return gradients
 
@@ -240,7 +241,7 @@ def _cases(config: RunConfig, samples: int, replicas: int, *, own_step: bool) ->
 
 def _run_step(step: Step, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Run the user's step; refuse one that changes the weights."""
-    weights = [parameter.detach() for parameter in model.parameters()]
+    weights = [local(parameter) for parameter in model.parameters()]
     weights_digest = int(digest(weights))
     try:
         step(model, x, y)

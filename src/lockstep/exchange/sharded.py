@@ -1,0 +1,255 @@
+"""Weights, gradients and optimizer state divided among the ranks, by torch's `fully_shard` (FSDP2).
+
+Blocks of the model gather their weights just before they compute, and free them after. A block's gradients are summed
+over the ranks, each receiving its shard, while the backward pass still runs; under accumulation in the last micro-batch
+alone. The session weighs the sums, as in ddp. With a shard size, so many neighbouring ranks divide the weights, and
+these groups are replicas of each other (hybrid sharding).
+
+A shard has a replica in other groups at most. So the replica check compares what all ranks still have, the optimizers'
+settings and the buffers, and digests of the shards by group.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+
+from .. import _torch
+from ..checkpoint.shards import local, shard_as
+from ..checkpoint.state import few
+from ..errors import RequestError
+from ..world.world import World, new_group
+from .allreduce import AllReduce
+from .base import MOST_PARTS, Part, Pass
+from .blocks import find_blocks
+
+_NOT_BY_ELEMENT = (Adafactor, LBFGS, SparseAdam)
+
+
+class FullyShard(AllReduce):
+    """Exchange among several ranks, each of which has a shard of every parameter."""
+
+    divides_state = True
+
+    def __init__(self, world: World, *, blocks: Sequence[str] = (), shard_size: int | None = None) -> None:
+        """`blocks` are patterns of class names (see `find_blocks`); `shard_size` is the ranks that divide the weights.
+
+        Raises `RequestError` unless `shard_size` divides the ranks into equal groups of two or more.
+        """
+        super().__init__(world)
+        self._patterns, self._shard_size = blocks, shard_size or world.size
+        if world.size % self._shard_size or self._shard_size == 1:
+            raise RequestError(
+                f"--shard-size {shard_size} does not divide {world.size} ranks into equal groups of 2 or more."
+            )
+        self._mesh: DeviceMesh | None = None
+        self._roots: list[FSDPModule] = []
+        self._unsharded: list[nn.Parameter] = []
+        """What backward passes see in place of the sharded parameters."""
+        self._numbers: dict[int, nn.Parameter] = {}  # 0-dim, so that each rank has them; by their index
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # parameters before and after, until optimizers are known
+
+    def attach(self, model: nn.Module) -> None:
+        """Divide a model's parameters, and add them (*collective*). Raises as `shard` does."""
+        self.shard(model)
+        super().attach(model)
+        indices = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self._numbers |= {index: parameter for parameter, index in indices.items() if not parameter.dim()}
+        names = dict(model.named_parameters())
+        for module in model.modules():  # the root first, as torch demands
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                for name, parameter in model.named_parameters():
+                    if parameter is not names[name]:
+                        self._watch(parameter, indices[names[name]])
+                module.reshard()
+
+    def shard(self, model: nn.Module) -> None:
+        """See `Exchange.shard`.
+
+        Raises `RequestError` for a model without blocks, and for one that torch cannot divide.
+        """
+        blocks = find_blocks(model, self._patterns)
+        given = dict(model.named_parameters())
+        _check(model, blocks, given)
+        numbers = {parameter for parameter in given.values() if not parameter.dim()}
+        for parameter in given.values():
+            parameter.data = parameter.data.contiguous()  # torch divides no other memory order
+        mesh = self._mesh = self._mesh or self._make_mesh()
+        for module in (*blocks, model):
+            # The root too: it would keep its weights after an evaluation, and the next one would use those.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=numbers)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may use different parameters
+                if module is model:
+                    self._roots.append(module)
+        self._replaced |= {given[name]: parameter for name, parameter in model.named_parameters()}
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Exchange.adopt`. Raises `RequestError` for an optimizer that needs whole tensors."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, _NOT_BY_ELEMENT):
+                raise RequestError(
+                    f"--strategy fsdp divides tensors, and {type(optimizer).__name__} steps on whole ones; take "
+                    "--strategy ddp, or an optimizer such as AdamW."
+                )
+            for group in optimizer.param_groups:
+                group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
+            state: Any = optimizer.state
+            for parameter in [parameter for parameter in state if parameter in self._replaced]:
+                entries, shard = state.pop(parameter), self._replaced[parameter]
+                state[shard] = {name: shard_as(shard, value) for name, value in entries.items()}
+        before = [weakref.ref(old) for old, new in self._replaced.items() if old is not new]
+        self._replaced.clear()
+        if any(reference() is not None for reference in before):
+            gc.collect()
+        if shapes := [tuple(old.shape) for reference in before if (old := reference()) is not None]:
+            raise RequestError(
+                "--strategy fsdp replaces the model's parameters by shards in session.prepare, and this script still "
+                f"has {len(shapes)} of before (the first: shape {shapes[0]}), in a list or an optimizer: prepare the "
+                "model first, then make what takes its parameters."
+            )
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """See `Exchange.leaves`."""
+        return [*self.parameters, *self._unsharded]
+
+    def backward(self, backward_pass: Pass) -> Tensor | None:
+        """See `Exchange.backward`."""
+        part, is_last = backward_pass.part, backward_pass.is_last
+        part.present = part.present or bytearray(len(self.parameters))
+        header = backward_pass.header
+        trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.parameters))
+        header = header._replace(part=header.part + MOST_PARTS * trained)
+        rows, work = self._start_header(header, backward_pass.weight) if is_last else (None, None)
+        for root in self._roots:
+            root.set_requires_gradient_sync(is_last)
+        for parameter, gradient in part.gradients:
+            parameter.grad = gradient
+        self._pass = backward_pass
+        try:
+            with self._user_hooks.removed(self.parameters, {}) as part.hooks:
+                backward_pass.run()
+        finally:
+            self._pass = None
+        self._take_numbers(backward_pass)
+        part.gradients = [(parameter, parameter.grad) for parameter in self._unsharded if parameter.grad is not None]
+        for parameter, _ in part.gradients:
+            parameter.grad = None
+        if rows is None:
+            return None
+        with self.world.progress.during("all-reduce"):
+            if work is not None:
+                work.wait()
+            self._check(rows, is_read=True)
+            self._finish_sharded(part)
+        return rows[:, 4]
+
+    def divide(self, part: Part, divisor: Tensor) -> None:
+        """See `Exchange.divide`."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).div_(divisor)
+
+    def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
+        """See `Exchange.evidence`: the digests of a group's shards (*collective*)."""
+        mine = digest([local(parameter) for parameter in self.parameters])
+        return {"model/shards": self.world.stack(mine).view(-1, self._shard_size)[self.world.rank // self._shard_size]}
+
+    def _make_mesh(self) -> DeviceMesh:
+        device, size = self.world.device.type, self._shard_size
+        if size == self.world.size:
+            return DeviceMesh.from_group(new_group(), device)
+        return init_device_mesh(device, (self.world.size // size, size), mesh_dim_names=("replicas", "shards"))
+
+    def _watch(self, parameter: nn.Parameter, index: int) -> None:
+        """Note each gradient of an unsharded parameter."""
+        self._unsharded.append(parameter)
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a layer may thaw later
+        register: Any = parameter.register_hook
+        register(partial(self._note, index))
+        parameter.requires_grad_(is_trained)
+
+    def _note(self, index: int, gradient: Tensor) -> Tensor | None:
+        """Note a gradient before torch adds it; return zeros for a rank without samples."""
+        backward_pass = self._pass
+        if backward_pass is None:
+            return None
+        if backward_pass.zeroed is True:
+            return torch.zeros_like(gradient)
+        backward_pass.part.present[index] = True
+        return gradient.masked_fill(backward_pass.zeroed, 0) if isinstance(backward_pass.zeroed, Tensor) else None
+
+    def _take_numbers(self, backward_pass: Pass) -> None:
+        """Move the gradients of 0-dim parameters into the part."""
+        part, zeroed = backward_pass.part, backward_pass.zeroed
+        for index, parameter in self._numbers.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None or zeroed is True:
+                continue
+            if isinstance(zeroed, Tensor):
+                gradient.masked_fill_(zeroed, 0)
+            part.sparse[index] = gradient + part.sparse[index] if index in part.sparse else gradient
+            part.present[index] = True
+
+    def _finish_sharded(self, part: Part) -> None:
+        """Sum the gradients of 0-dim parameters; drop those of parameters without one on any rank (*collective*)."""
+        if part.gradients:
+            raise RequestError(
+                "--strategy fsdp sums gradients in a global batch's last micro-batch, and here its loss depends on "
+                "fewer models than that of an earlier one; take --strategy zero1, or no accumulation."
+            )
+        used = self.world.max(torch.tensor(part.present, dtype=torch.uint8)).tolist()
+        if self._numbers:
+            zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            values = torch.stack([part.sparse.get(index, zero).double() for index in self._numbers])
+            for (index, parameter), total in zip(self._numbers.items(), self.world.stack(values).sum(0), strict=True):
+                parameter.grad = total.to(parameter.dtype) if used[index] else None
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if not is_used:
+                parameter.grad = None
+
+
+def _check(model: nn.Module, blocks: Sequence[nn.Module], parameters: dict[str, nn.Parameter]) -> None:
+    """Raise `RequestError` for a model that torch cannot divide, or of which something would be lost."""
+    faults = {
+        "complex parameters": [name for name, parameter in parameters.items() if parameter.is_complex()],
+        "embeddings with sparse gradients": [
+            name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
+        ],
+        "compiled modules (--compile)": [name for name, part in model.named_modules() if _torch.is_compiled(part)],
+        "hooks on parameters from before session.prepare": [
+            name for name, parameter in parameters.items() if _torch.has_hooks(parameter)
+        ],
+        "parameters that two blocks share": _shared(model, blocks),
+    }
+    for fault, names in faults.items():
+        if names:
+            raise RequestError(f"--strategy fsdp cannot divide a model with {fault} ({few(names)}); take zero1 or ddp.")
+
+
+def _shared(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """Return the names of parameters of several blocks, or of a block and of the rest of the model."""
+    block_of = {module: block for block in blocks for module in block.modules()}
+    owners: dict[nn.Parameter, set[nn.Module | None]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(block_of.get(module))
+            names.setdefault(parameter, f"{path}.{name}" if path else name)
+    return [names[parameter] for parameter, sharing in owners.items() if len(sharing) > 1]

@@ -1,0 +1,168 @@
+"""Weights divided among the ranks by fully_shard: one process's numbers, and checkpoints for every way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.checkpoint.shards import whole
+from lockstep.errors import RequestError
+from lockstep.exchange.blocks import find_blocks
+from lockstep.world.world import World
+
+from .. import loops
+from ..curves import apart, curve, same_bits
+from ..pool import RankPool
+
+VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
+VALUES |= {"max_steps": 8, "ema": 0.9, "checkpoint_every": 3, "optimizer": "adamw", "lr": 1e-3}
+
+
+class Block(nn.Module):
+    """A block with dropout, a number that trains, and a branch that few rows take."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.branch, self.idle = nn.Linear(width, width), nn.Linear(width, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = self.narrow(nn.functional.dropout(self.wide(x).relu(), 0.1, self.training))
+        rows = x[:, 0] > 0.8
+        if bool(rows.any()):  # not on each rank
+            update = update + rows[:, None] * self.branch(x)
+        output: Tensor = x + self.scale * update
+        return output
+
+
+class Net(nn.Module):
+    """Blocks, a tied layer, a frozen one, and synchronised BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 3)
+        self.blocks = nn.ModuleList(Block(12) for _ in range(3))
+        self.tied = nn.Linear(8, 12)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + self.tied(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: Tensor = self.last(self.norm(hidden + self.frozen(hidden)))
+        return scores
+
+
+def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the whole weights of a loop with clipping, two losses, and a layer that thaws."""
+    session = loops.session(world, strategy=strategy, draws="global", **options)
+    net = Net()
+    groups: list[dict[str, Any]] = [{"params": [*net.blocks.parameters()], "lr": 0.003}]
+    rest = [parameter for name, parameter in net.named_parameters() if not name.startswith("blocks")]
+    optimizer = torch.optim.AdamW([*groups, {"params": rest}], lr=0.01)
+    del groups, rest
+    x = torch.randn(63, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 21, shuffle=True)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    losses = []
+    with session:
+        for epoch in session.epochs(3):
+            net.frozen.requires_grad_(epoch > 0)
+            for x, y in loader:
+                scores = net(x)
+                kept = y.clone()
+                kept[x[:, 1] > 0] = -100  # a rank may have no label at all
+                session.backward(
+                    nn.functional.cross_entropy(scores, kept), weight=(kept != -100).sum(), retain_graph=True
+                )
+                session.backward(0.1 * scores.square().mean())
+                nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+                losses.append(float(session.mean(scores.detach().square().mean())))
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses, {name: whole(tensor).clone() for name, tensor in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loop_has_the_weights_of_one_process(pool: RankPool, accumulate: int) -> None:
+    """On 4 ranks some have no label in a batch, and yet their samples are in the statistics of BatchNorm."""
+    options: dict[str, Any] = {"accumulate": accumulate}
+    losses, weights = pool.run(1, learn, "auto", options)[0]
+    ways: list[tuple[str, int, int | None]] = [("fsdp", 2, None), ("fsdp", 3, None), ("fsdp", 4, 2), ("ddp", 4, None)]
+    for strategy, ranks, size in ways:
+        for here, tensors in pool.run(ranks, learn, strategy, options | {"shard_size": size}):
+            assert here == pytest.approx(losses, rel=1e-9)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensors[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_checkpoints_continue_under_every_strategy(pool: RankPool, tmp_path: Path) -> None:
+    whole_run = curve(pool, tmp_path / "single", 1, **VALUES)
+    for ways in (["fsdp"], ["ddp", "fsdp", "zero1", "single"], ["fsdp", "fsdp"]):
+        for number, strategy in enumerate(ways, start=1):
+            steps = VALUES["max_steps"] * number // len(ways)
+            options = VALUES | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
+            part = curve(pool, tmp_path / "-".join(ways), 1 if strategy == "single" else 3, **options)
+        if len(ways) == 1:
+            divided = part
+        assert apart((whole_run[0] | part[0], part[1]), whole_run) < 1e-9, ways
+    assert same_bits(part, divided)
+
+
+def refused(world: World, what: str) -> str:
+    """Return the sentence for a loop that fully_shard cannot serve."""
+    session = loops.session(world, strategy="fsdp", shard_modules=() if what == "blocks" else ("Linear",))
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    if what == "shared":
+        net[2].weight = net[0].weight
+    parameters = list(net.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
+    if what == "optimizer":
+        optimizer = torch.optim.LBFGS(parameters)
+    if what == "hook":
+        parameters[0].register_hook(lambda gradient: gradient)
+    if what != "list":
+        del parameters
+    try:
+        net, optimizer = session.prepare(net, optimizer)
+        with session:
+            for _ in session.epochs(1):
+                pass
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "blocks": "The model has no blocks that repeat: name the classes of its large parts by --shard-modules",
+    "shared": "--strategy fsdp cannot divide a model with parameters that two blocks share (0.weight)",
+    "optimizer": "--strategy fsdp divides tensors, and LBFGS steps on whole ones",
+    "hook": "--strategy fsdp cannot divide a model with hooks on parameters from before session.prepare (0.weight)",
+    "list": "--strategy fsdp replaces the model's parameters by shards in session.prepare, and this script still has 4",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_loop_that_would_lose_something_is_refused(pool: RankPool, what: str) -> None:
+    for sentence in pool.run(2, refused, what):
+        assert sentence.startswith(REFUSED[what])
+
+
+def test_one_rank_divides_nothing() -> None:
+    with pytest.raises(RequestError, match="--strategy fsdp divides the weights among ranks, and here is one"):
+        loops.session(World.alone(), strategy="fsdp")
+
+
+def test_blocks_are_the_layers_that_repeat() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
+    assert find_blocks(nn.Sequential(nn.Linear(8, 8), encoder), ()) == [*encoder.layers]
+    assert find_blocks(encoder, ("Multi*",)) == [layer.self_attn for layer in encoder.layers]
+    with pytest.raises(RequestError, match="Unknown --shard-modules pattern 'Linera': did you mean Linear"):
+        find_blocks(encoder, ("Linera",))
