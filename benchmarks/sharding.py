@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .harness import Report, verdict
 
-RANKS, GOALS = 4, {"zero1": 0.65}
+RANKS, GOALS = 4, {"zero1": 0.65, "fsdp": 0.4}
 SCRIPT = """
 import ctypes, gc, json, sys
 import torch
@@ -50,6 +50,7 @@ def measure() -> Report:
         for strategy in ("ddp", *GOALS):
             flags = ["--accelerator", "cpu", "--devices", f"{RANKS}", "--strategy", strategy]
             flags += ["--output", f"{folder}/{strategy}", "--verify-every", "0"]
+            flags += ["--shard-modules", "Linear"] * (strategy == "fsdp")
             command = [sys.executable, "-m", "lockstep", "run", *flags, str(script)]
             ended = subprocess.run(command, capture_output=True, text=True)
             assert ended.returncode == 0, ended
