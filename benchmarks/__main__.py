@@ -17,6 +17,7 @@ NAMES = (
     "exchange",
     "memory",
     "sharding",
+    "fsdp",
     "strategies",
     "diff",
     "verify",

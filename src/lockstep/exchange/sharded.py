@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
 
 from .. import _torch
 from ..checkpoint.shards import local, shard_as
@@ -123,6 +123,12 @@ class FullyShard(AllReduce):
                 "model first, then make what takes its parameters."
             )
 
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """See `Exchange.begin_step`: torch's fused steps of shards are Adam's alone."""
+        for group in optimizer.param_groups:
+            if group.get("fused") and not isinstance(optimizer, Adam):
+                group["fused"] = False
+
     @property
     def leaves(self) -> list[nn.Parameter]:
         """See `Exchange.leaves`."""
@@ -166,9 +172,12 @@ class FullyShard(AllReduce):
                 local(parameter.grad).div_(divisor)
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
-        """See `Exchange.evidence`: the digests of a group's shards (*collective*)."""
-        mine = digest([local(parameter) for parameter in self.parameters])
-        return {"model/shards": self.world.stack(mine).view(-1, self._shard_size)[self.world.rank // self._shard_size]}
+        """See `Exchange.evidence`: digests of a group's shards, and the norm of each rank's, NaN or infinite if lost."""
+        shards = [local(parameter) for parameter in self.parameters]
+        norm = nn.utils.get_total_norm([shard for shard in shards if shard.numel()]).to(self.world.device).double()
+        digests, norms = self.world.stack(torch.stack([digest(shards), norm.view(torch.int64)])).unbind(1)
+        group = digests.view(-1, self._shard_size)[self.world.rank // self._shard_size]
+        return {"model/shards": group, "model/norms": norms.contiguous().view(torch.float64)}
 
     def _make_mesh(self) -> DeviceMesh:
         device, size = self.world.device.type, self._shard_size
