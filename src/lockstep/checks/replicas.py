@@ -36,22 +36,23 @@ class ReplicaCheck:
         clock: Callable[[], float] = time.perf_counter,
         *,
         copies: Callable[[], Sequence[Mapping[str, Tensor]]] = list,
+        compared: str = "weights",
         remedy: Callable[[], str] = str,
         begun: int = 0,
     ) -> None:
         """`tensors` returns the tensors to compare, by name, in any order.
 
         `every` is the number of steps between two checks: None for as many checks as `SHARE` allows, 0 for none.
-        `copies` returns the tensors of each further device of this process, named as in `tensors`. `remedy` returns
-        advice on non-finite numbers, or raises a more specific error (*collective*). `begun` is the step from which the
-        run continues.
+        `copies` returns the tensors of each further device of this process, named as in `tensors`. `compared` lists
+        the tensors in words. `remedy` returns advice on non-finite numbers, or raises a more specific error
+        (*collective*). `begun` is the step from which the run continues.
         """
         self.checks = 0
         self.cost_s = 0.0
         self.agreed_at: int | None = None
         """The last step after which all replicas were the same."""
         self._world, self._tensors, self._every, self._clock = world, tensors, every, clock
-        self._copies, self._remedy, self._begun = copies, remedy, begun
+        self._copies, self._compared, self._remedy, self._begun = copies, compared, remedy, begun
         self._off = ""  # why nothing is compared
         if every == 0:
             self._off = "switched off by --verify-every 0"
@@ -125,8 +126,7 @@ class ReplicaCheck:
         holds = self.checks > 0 and self._lost_at is None
         return Check(
             name="replicas",
-            claim="All ranks have the same bits, and all values are finite: weights, optimizer state, synchronised "
-            "statistics, averaged weights",
+            claim=f"All ranks have the same bits, and all values are finite: {self._compared}",
             outcome=Check.FAILS if self._failure else Check.HOLDS if holds else Check.OPEN,
             times=self.checks + (self._failure is not None),
             tolerance=BIT_FOR_BIT,

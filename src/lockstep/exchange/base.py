@@ -101,6 +101,8 @@ class Exchange:
 
     keeps_replicas = True
     """Whether replicas stay equal, so that the replica check applies."""
+    compared = "weights, optimizer state, synchronised statistics, averaged weights"
+    """What the replica check compares."""
     divides_state = False
     """Whether each rank has only a part of the optimizers' state, and perhaps of the weights."""
 

@@ -39,6 +39,7 @@ _NOT_BY_ELEMENT = (Adafactor, LBFGS, SparseAdam)
 class FullyShard(AllReduce):
     """Exchange among several ranks, each of which has a shard of every parameter."""
 
+    compared = "optimizer settings, synchronised statistics, shards of different groups"
     divides_state = True
 
     def __init__(self, world: World, *, blocks: Sequence[str] = (), shard_size: int | None = None) -> None:
@@ -172,7 +173,7 @@ class FullyShard(AllReduce):
                 local(parameter.grad).div_(divisor)
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
-        """See `Exchange.evidence`: digests of a group's shards, and the norm of each rank's, NaN or infinite if lost."""
+        """See `Exchange.evidence`: digests of a group's shards, and each rank's norm, which shows NaNs."""
         shards = [local(parameter) for parameter in self.parameters]
         norm = nn.utils.get_total_norm([shard for shard in shards if shard.numel()]).to(self.world.device).double()
         digests, norms = self.world.stack(torch.stack([digest(shards), norm.view(torch.int64)])).unbind(1)

@@ -35,6 +35,7 @@ _SMALL_BYTES = 1 << 20
 class Zero1(AllReduce):
     """Exchange among several ranks, each of which has a part of the optimizers' state."""
 
+    compared = "weights, sums of gradients, optimizer settings, synchronised statistics, averaged weights"
     divides_state = True
 
     def __init__(self, world: World, *, wire: torch.dtype | None = None) -> None:

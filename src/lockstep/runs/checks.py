@@ -24,7 +24,11 @@ class RunChecks:
         config, world, source = prepared.config, prepared.world, prepared.source
         every, copies = config.proof.verify_every, prepared.copies
         self.replicas = ReplicaCheck(
-            world, prepared.replicated, every, copies=copies, remedy=remedy, begun=position.step
+            *(world, prepared.replicated, every),
+            copies=copies,
+            compared=prepared.exchange.compared,
+            remedy=remedy,
+            begun=position.step,
         )
         self.samples: SampleCheck | None = None
         if not config.proof.ledger or world.is_imagined:
