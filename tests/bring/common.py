@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep.checkpoint.shards import whole
+
 FEATURES = 5
 
 
@@ -82,7 +84,8 @@ def checksum(*models: nn.Module) -> float:
     total = 0.0
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
-            parts = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            parts = whole(tensor)
+            parts = torch.view_as_real(parts) if parts.is_complex() else parts
             values = parts.double().flatten()
             total += float(values @ torch.cos(torch.arange(1.0, len(values) + 1, dtype=torch.float64) + len(values)))
     return total

@@ -10,7 +10,9 @@ from torch import nn
 
 from ..errors import RequestError, unknown
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Modules without a forward pass of their own."""
+_CONTAINERS = (nn.Sequential, *LISTS)
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--shard-modules") -> list[nn.Module]:
@@ -24,6 +26,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--sha
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise unknown(f"{flag} pattern", pattern, names, "It names classes of the model's modules.")
+    inner = [module for module in inner if not isinstance(module, LISTS)]
     if patterns:
         chosen = {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}
     else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..errors import RequestError
 from ..world.world import World, new_group
 from .allreduce import AllReduce
 from .base import MOST_PARTS, Part, Pass
-from .blocks import find_blocks
+from .blocks import LISTS, find_blocks
 
 _NOT_BY_ELEMENT = (Adafactor, LBFGS, SparseAdam)
 
@@ -87,7 +87,8 @@ class FullyShard(AllReduce):
         for parameter in given.values():
             parameter.data = parameter.data.contiguous()  # torch divides no other memory order
         mesh = self._mesh = self._mesh or self._make_mesh()
-        for module in (*blocks, model):
+        roots = list(_with_forward(model))
+        for module in dict.fromkeys((*blocks, *roots)):
             # The root too: it would keep its weights after an evaluation, and the next one would use those.
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=numbers)
         for module in model.modules():
@@ -95,7 +96,7 @@ class FullyShard(AllReduce):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may use different parameters
-                if module is model:
+                if module in roots:
                     self._roots.append(module)
         self._replaced |= {given[name]: parameter for name, parameter in model.named_parameters()}
 
@@ -233,6 +234,15 @@ class FullyShard(AllReduce):
         for parameter, is_used in zip(self.parameters, used, strict=True):
             if not is_used:
                 parameter.grad = None
+
+
+def _with_forward(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model, or the modules of a ModuleDict or ModuleList, which has no forward pass that could gather."""
+    if isinstance(model, LISTS):
+        for child in model.children():
+            yield from _with_forward(child)
+    else:
+        yield model
 
 
 def _check(model: nn.Module, blocks: Sequence[nn.Module], parameters: dict[str, nn.Parameter]) -> None:
