@@ -87,7 +87,10 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
                 losses.append(float(session.mean(scores.detach().square().mean())))
                 optimizer.step()
                 optimizer.zero_grad()
-    return losses, {name: whole(tensor).clone() for name, tensor in net.state_dict().items()}
+    if strategy == "fsdp":
+        with pytest.raises(RequestError, match="would have this rank's shards alone"):
+            net.blocks[0].state_dict()
+    return losses, {name: whole(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -130,11 +133,14 @@ def refused(world: World, what: str) -> str:
         parameters[0].register_hook(lambda gradient: gradient)
     if what != "list":
         del parameters
+    loader = DataLoader(TensorDataset(torch.randn(20, 8)), 5)
     try:
-        net, optimizer = session.prepare(net, optimizer)
+        net, optimizer, loader = session.prepare(net, optimizer, loader)
         with session:
             for _ in session.epochs(1):
-                pass
+                for (x,) in loader:
+                    session.backward(net(x).mean() * net[0].bias.sum())
+                    optimizer.step()
     except RequestError as error:
         return str(error)
     return ""
@@ -145,6 +151,7 @@ REFUSED = {
     "shared": "--strategy fsdp cannot divide a model with parameters that two blocks share (0.weight)",
     "optimizer": "--strategy fsdp divides tensors, and LBFGS steps on whole ones",
     "hook": "--strategy fsdp cannot divide a model with hooks on parameters from before session.prepare (0.weight)",
+    "outside": "--strategy fsdp: the loss depends on a weight of shape (8,) outside of the model's forward",
     "list": "--strategy fsdp replaces the model's parameters by shards in session.prepare, and this script still has 4",
 }
 

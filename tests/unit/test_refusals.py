@@ -79,7 +79,8 @@ TRAIN = """
 
 # A flag and what was given, and what is told; other programs' names of flags, and ours.
 NEARLY = """
---modle x: --model, --device 2: --accelerator or --devices?, --model resnet81: resnet8, --strategy dpp: dp or ddp or fsdp?,
+--modle x: --model, --device 2: --accelerator or --devices?, --model resnet81: resnet8,
+--strategy dpp: dp or ddp or fsdp?,
 --launcher spwan: spawn?, --data digit: digits?, --optimizer sdg: sgd?, --loss cross_entropi: cross_entropy,
 --accelerator gpu: cuda?, --augment crop flup: flip?, --learning_rate 1: --lr?, --num-workers 1: --workers?
 """

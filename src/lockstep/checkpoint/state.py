@@ -86,9 +86,9 @@ def buffer_owners(model: nn.Module) -> dict[str, str]:
 
 def add_buffers(model: nn.Module, tensors: dict[str, Tensor], owners: dict[str, str]) -> None:
     """Register buffers that the saved model had registered while it trained. `owners` is of `buffer_owners`."""
-    modules, state = dict(model.named_modules()), model.state_dict()
+    modules, present = dict(model.named_modules()), dict(model.named_buffers())
     device = next((parameter.device for parameter in model.parameters()), None)
-    for name in owners.keys() & tensors.keys() - state.keys():
+    for name in owners.keys() & tensors.keys() - present.keys():
         path, _, own_name = name.rpartition(".")
         module = modules.get(path)
         if module is None or type(module).__name__ != owners[name]:

@@ -203,7 +203,7 @@ class Exchange:
         return True
 
     def whole_state(self, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
-        """Have the whole state in rank 0's optimizers within the block (*collective*)."""
+        """Have the whole state in rank 0's optimizers, or shards on every rank, within the block (*collective*)."""
         return nullcontext()
 
     def close(self) -> None:

@@ -15,8 +15,9 @@ import gc
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
 
 from .. import _torch
-from ..checkpoint.shards import local, shard_as
+from ..checkpoint.shards import is_shard, local, shard_as
 from ..checkpoint.state import few
 from ..errors import RequestError
 from ..world.world import World, new_group
@@ -54,10 +55,13 @@ class FullyShard(AllReduce):
                 f"--shard-size {shard_size} does not divide {world.size} ranks into equal groups of 2 or more."
             )
         self._mesh: DeviceMesh | None = None
+        self._is_read = False
+        """Whether a checkpoint's state is being read."""
         self._roots: list[FSDPModule] = []
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
-        self._numbers: dict[int, nn.Parameter] = {}  # 0-dim, so that each rank has them; by their index
+        self._whole: dict[int, nn.Parameter] = {}  # by index: numbers, and those outside of any forward pass
+        self._guards: dict[nn.Parameter, Any] = {}  # hooks on the shards, which no loss may depend on
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # parameters before and after, until optimizers are known
 
     def attach(self, model: nn.Module) -> None:
@@ -65,7 +69,10 @@ class FullyShard(AllReduce):
         self.shard(model)
         super().attach(model)
         indices = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._numbers |= {index: parameter for parameter, index in indices.items() if not parameter.dim()}
+        self._whole |= {index: parameter for parameter, index in indices.items() if not is_shard(parameter)}
+        for parameter in indices:
+            if is_shard(parameter) and parameter not in self._guards:
+                self._guards[parameter] = _hook(parameter, partial(_refuse, parameter))
         names = dict(model.named_parameters())
         for module in model.modules():  # the root first, as torch demands
             if isinstance(module, FSDPModule):
@@ -96,6 +103,8 @@ class FullyShard(AllReduce):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may use different parameters
+                register_hook: Any = module.register_state_dict_pre_hook
+                register_hook(lambda *_: self._check_whole())  # stays, as the shards do
                 if module in roots:
                     self._roots.append(module)
         self._replaced |= {given[name]: parameter for name, parameter in model.named_parameters()}
@@ -150,11 +159,11 @@ class FullyShard(AllReduce):
             parameter.grad = gradient
         self._pass = backward_pass
         try:
-            with self._user_hooks.removed(self.parameters, {}) as part.hooks:
+            with self._user_hooks.removed(self.parameters, self._guards) as part.hooks:
                 backward_pass.run()
         finally:
             self._pass = None
-        self._take_numbers(backward_pass)
+        self._take_whole(backward_pass)
         part.gradients = [(parameter, parameter.grad) for parameter in self._unsharded if parameter.grad is not None]
         for parameter, _ in part.gradients:
             parameter.grad = None
@@ -173,6 +182,21 @@ class FullyShard(AllReduce):
             if parameter.grad is not None:
                 local(parameter.grad).div_(divisor)
 
+    @contextmanager
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """See `Exchange.whole_state`: shards, which their reader gathers one at a time."""
+        self._is_read = True
+        try:
+            yield
+        finally:
+            self._is_read = False
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        super().close()
+        while self._guards:
+            self._guards.popitem()[1].remove()
+
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """See `Exchange.evidence`: digests of a group's shards, and each rank's norm, which shows NaNs."""
         shards = [local(parameter) for parameter in self.parameters]
@@ -187,14 +211,18 @@ class FullyShard(AllReduce):
             return DeviceMesh.from_group(new_group(), device)
         return init_device_mesh(device, (self.world.size // size, size), mesh_dim_names=("replicas", "shards"))
 
+    def _check_whole(self) -> None:
+        """Raise `RequestError` for a `state_dict` of shards that the user would take for the whole."""
+        if not self._is_read:
+            raise RequestError(
+                "model.state_dict() under --strategy fsdp would have this rank's shards alone; the run's checkpoints "
+                "have the whole weights."
+            )
+
     def _watch(self, parameter: nn.Parameter, index: int) -> None:
         """Note each gradient of an unsharded parameter."""
         self._unsharded.append(parameter)
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # a layer may thaw later
-        register: Any = parameter.register_hook
-        register(partial(self._note, index))
-        parameter.requires_grad_(is_trained)
+        _hook(parameter, partial(self._note, index))
 
     def _note(self, index: int, gradient: Tensor) -> Tensor | None:
         """Note a gradient before torch adds it; return zeros for a rank without samples."""
@@ -206,10 +234,10 @@ class FullyShard(AllReduce):
         backward_pass.part.present[index] = True
         return gradient.masked_fill(backward_pass.zeroed, 0) if isinstance(backward_pass.zeroed, Tensor) else None
 
-    def _take_numbers(self, backward_pass: Pass) -> None:
-        """Move the gradients of 0-dim parameters into the part."""
+    def _take_whole(self, backward_pass: Pass) -> None:
+        """Move the gradients of parameters that each rank has into the part."""
         part, zeroed = backward_pass.part, backward_pass.zeroed
-        for index, parameter in self._numbers.items():
+        for index, parameter in self._whole.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or zeroed is True:
                 continue
@@ -219,21 +247,36 @@ class FullyShard(AllReduce):
             part.present[index] = True
 
     def _finish_sharded(self, part: Part) -> None:
-        """Sum the gradients of 0-dim parameters; drop those of parameters without one on any rank (*collective*)."""
+        """Sum the gradients of whole parameters; drop those of parameters without one on any rank (*collective*)."""
         if part.gradients:
             raise RequestError(
                 "--strategy fsdp sums gradients in a global batch's last micro-batch, and here its loss depends on "
                 "fewer models than that of an earlier one; take --strategy zero1, or no accumulation."
             )
         used = self.world.max(torch.tensor(part.present, dtype=torch.uint8)).tolist()
-        if self._numbers:
-            zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
-            values = torch.stack([part.sparse.get(index, zero).double() for index in self._numbers])
-            for (index, parameter), total in zip(self._numbers.items(), self.world.stack(values).sum(0), strict=True):
-                parameter.grad = total.to(parameter.dtype) if used[index] else None
+        for index, parameter in self._whole.items():
+            if used[index]:
+                mine = part.sparse.get(index, torch.zeros_like(parameter))
+                parameter.grad = self.world.stack(mine).sum(0)
         for parameter, is_used in zip(self.parameters, used, strict=True):
             if not is_used:
                 parameter.grad = None
+
+
+def _hook(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Register a hook on a parameter's gradient, also for a frozen one, which may thaw later."""
+    is_trained, register = parameter.requires_grad, cast(Any, parameter.register_hook)
+    parameter.requires_grad_(True)
+    handle = register(hook)
+    parameter.requires_grad_(is_trained)
+    return handle
+
+
+def _refuse(shard: Tensor, gradient: Tensor) -> None:
+    raise RequestError(
+        f"--strategy fsdp: the loss depends on a weight of shape {tuple(shard.shape)} outside of the model's forward, "
+        "where each rank has its shard alone, so that ranks would train it apart: use it in forward, or take zero1."
+    )
 
 
 def _with_forward(model: nn.Module) -> Iterator[nn.Module]:

@@ -29,7 +29,7 @@ class FirstStep:
 
     def __init__(self, prepared: Prepared, *, is_in_epochs: bool, is_resumed: bool) -> None:
         self._prepared, self._is_in_epochs, self._is_resumed = prepared, is_in_epochs, is_resumed
-        self._unsaved = dict(_unsaved(prepared.models))
+        self._unsaved = dict(_unsaved(prepared))
         self._counts = dict(self._dataset_numbers())
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
         self._scaler: GradScaler | None = None  # that made the step, if any
@@ -100,7 +100,7 @@ class FirstStep:
                 "depends on the number of ranks and micro-batches; sum over the ranks there (session.sum), or use a "
                 "layer without statistics of the batch"
             )
-        unsaved = dict(_unsaved(prepared.models))
+        unsaved = dict(_unsaved(prepared))
         lost = [name for name, initial in self._unsaved.items() if unsaved.get(name, initial) != initial]
         if lost:
             sentences.append(
@@ -245,10 +245,12 @@ def _buffers(prepared: Prepared) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in kept_elsewhere)
 
 
-def _unsaved(models: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+def _unsaved(prepared: Prepared) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, fingerprint) of each module attribute outside of its `state_dict`."""
-    for model in models.values():
-        saved = {local(tensor).data_ptr() for tensor in model.state_dict().values() if isinstance(tensor, Tensor)}
+    for model in prepared.models.values():
+        with prepared.exchange.whole_state(()):
+            values = model.state_dict().values()
+        saved = {local(tensor).data_ptr() for tensor in values if isinstance(tensor, Tensor)}
         saved.discard(0)
         for path, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
