@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.checkpoint.shards import whole
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, RunError
 from lockstep.exchange.blocks import find_blocks
 from lockstep.world.world import World
 
@@ -160,6 +160,42 @@ REFUSED = {
 def test_a_loop_that_would_lose_something_is_refused(pool: RankPool, what: str) -> None:
     for sentence in pool.run(2, refused, what):
         assert sentence.startswith(REFUSED[what])
+
+
+class Routed(nn.Module):
+    """Two blocks, of which a batch runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        scores: Tensor = self.experts[chosen](x)
+        return scores
+
+
+def route_by_rank(world: World) -> str:
+    """Return the sentence for ranks that run different blocks."""
+    session = loops.session(world, strategy="fsdp", shard_modules=("Sequential",))
+    net = Routed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(20, 8)), 5)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    try:
+        with session:
+            for _ in session.epochs(1):
+                for (x,) in loader:
+                    session.backward(net(x, world.rank).square().mean())
+                    optimizer.step()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_different_blocks_are_told(pool: RankPool) -> None:
+    """Their collectives are of one size: each would compute with the other's weights."""
+    for sentence in pool.run(2, route_by_rank):
+        assert sentence.startswith("At step 0, ranks have run different blocks of the model")
 
 
 def test_one_rank_divides_nothing() -> None:

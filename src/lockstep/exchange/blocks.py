@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .. import _torch
+from ..checkpoint.state import few
 from ..errors import RequestError, unknown
 
-LISTS = (nn.ModuleList, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward pass of their own."""
-_CONTAINERS = (nn.Sequential, *LISTS)
+_CONTAINERS = (nn.Sequential, *_LISTS)
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--shard-modules") -> list[nn.Module]:
@@ -26,7 +28,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--sha
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise unknown(f"{flag} pattern", pattern, names, "It names classes of the model's modules.")
-    inner = [module for module in inner if not isinstance(module, LISTS)]
+    inner = [module for module in inner if not isinstance(module, _LISTS)]
     if patterns:
         chosen = {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}
     else:
@@ -53,3 +55,42 @@ def _has_layers(module: nn.Module) -> bool:
     if isinstance(module, _CONTAINERS):
         return False
     return any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def with_forward(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model, or the modules of a ModuleDict or ModuleList, which has no forward pass that could gather."""
+    if isinstance(model, _LISTS):
+        for child in model.children():
+            yield from with_forward(child)
+    else:
+        yield model
+
+
+def check_divisible(model: nn.Module, blocks: Sequence[nn.Module], parameters: dict[str, nn.Parameter]) -> None:
+    """Raise `RequestError` for a model that torch cannot divide, or of which something would be lost."""
+    faults = {
+        "complex parameters": [name for name, parameter in parameters.items() if parameter.is_complex()],
+        "embeddings with sparse gradients": [
+            name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
+        ],
+        "compiled modules (--compile)": [name for name, part in model.named_modules() if _torch.is_compiled(part)],
+        "hooks on parameters from before session.prepare": [
+            name for name, parameter in parameters.items() if _torch.has_hooks(parameter)
+        ],
+        "parameters that two blocks share": _shared(model, blocks),
+    }
+    for fault, names in faults.items():
+        if names:
+            raise RequestError(f"--strategy fsdp cannot divide a model with {fault} ({few(names)}); take zero1 or ddp.")
+
+
+def _shared(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """Return the names of parameters of several blocks, or of a block and of the rest of the model."""
+    block_of = {module: block for block in blocks for module in block.modules()}
+    owners: dict[nn.Parameter, set[nn.Module | None]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(block_of.get(module))
+            names.setdefault(parameter, f"{path}.{name}" if path else name)
+    return [names[parameter] for parameter, sharing in owners.items() if len(sharing) > 1]

@@ -20,19 +20,18 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
 
-from .. import _torch
 from ..checkpoint.shards import is_shard, local, shard_as
-from ..checkpoint.state import few
-from ..errors import RequestError
+from ..errors import RequestError, RunError
 from ..world.world import World, new_group
 from .allreduce import AllReduce
 from .base import MOST_PARTS, Part, Pass
-from .blocks import LISTS, find_blocks
+from .blocks import check_divisible, find_blocks, with_forward
 
 _NOT_BY_ELEMENT = (Adafactor, LBFGS, SparseAdam)
 
@@ -57,6 +56,7 @@ class FullyShard(AllReduce):
         self._mesh: DeviceMesh | None = None
         self._is_read = False
         """Whether a checkpoint's state is being read."""
+        self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
@@ -89,17 +89,21 @@ class FullyShard(AllReduce):
         """
         blocks = find_blocks(model, self._patterns)
         given = dict(model.named_parameters())
-        _check(model, blocks, given)
+        check_divisible(model, blocks, given)
         numbers = {parameter for parameter in given.values() if not parameter.dim()}
         for parameter in given.values():
             parameter.data = parameter.data.contiguous()  # torch divides no other memory order
         mesh = self._mesh = self._mesh or self._make_mesh()
-        roots = list(_with_forward(model))
+        roots = list(with_forward(model))
         for module in dict.fromkeys((*blocks, *roots)):
             # The root too: it would keep its weights after an evaluation, and the next one would use those.
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=numbers)
-        for module in model.modules():
+        for number, module in enumerate(model.modules()):
             if isinstance(module, FSDPModule):
+                note = partial(self._note_block, number)
+                comms: Any = _Noted(note, dist.all_gather_into_tensor), _Noted(note, dist.reduce_scatter_tensor)
+                module.set_custom_all_gather(comms[0])
+                module.set_custom_reduce_scatter(comms[1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may use different parameters
@@ -224,6 +228,9 @@ class FullyShard(AllReduce):
         self._unsharded.append(parameter)
         _hook(parameter, partial(self._note, index))
 
+    def _note_block(self, number: int) -> None:
+        self._order = zlib.crc32(number.to_bytes(4), self._order)
+
     def _note(self, index: int, gradient: Tensor) -> Tensor | None:
         """Note a gradient before torch adds it; return zeros for a rank without samples."""
         backward_pass = self._pass
@@ -253,14 +260,39 @@ class FullyShard(AllReduce):
                 "--strategy fsdp sums gradients in a global batch's last micro-batch, and here its loss depends on "
                 "fewer models than that of an earlier one; take --strategy zero1, or no accumulation."
             )
-        used = self.world.max(torch.tensor(part.present, dtype=torch.uint8)).tolist()
+        rows = self.world.stack(torch.tensor([*part.present, self._order]))
+        self._order = 0
+        if len(set(rows[:, -1].tolist())) > 1:
+            raise RunError(
+                f"At step {self.world.progress.step}, ranks have run different blocks of the model, or in another "
+                "order, and got each other's weights: have all of them run each block, make what some of them skip "
+                "part of a larger block (--shard-modules), or take --strategy zero1"
+            )
+        used = rows.amax(0).tolist()
         for index, parameter in self._whole.items():
             if used[index]:
                 mine = part.sparse.get(index, torch.zeros_like(parameter))
                 parameter.grad = self.world.stack(mine).sum(0)
-        for parameter, is_used in zip(self.parameters, used, strict=True):
+        for parameter, is_used in zip(self.parameters, used[:-1], strict=True):
             if not is_used:
                 parameter.grad = None
+
+
+class _Noted:
+    """A block's collective, as torch's own, that notes its place in their order.
+
+    Ranks that run different blocks of one size would exchange the weights of one for those of another.
+    """
+
+    def __init__(self, note: Callable[[], None], send: Callable[..., dist.Work | None]) -> None:
+        self._note, self._send = note, send
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> dist.Work | None:
+        self._note()
+        return self._send(output_tensor, input_tensor, **options)
 
 
 def _hook(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -277,42 +309,3 @@ def _refuse(shard: Tensor, gradient: Tensor) -> None:
         f"--strategy fsdp: the loss depends on a weight of shape {tuple(shard.shape)} outside of the model's forward, "
         "where each rank has its shard alone, so that ranks would train it apart: use it in forward, or take zero1."
     )
-
-
-def _with_forward(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, or the modules of a ModuleDict or ModuleList, which has no forward pass that could gather."""
-    if isinstance(model, LISTS):
-        for child in model.children():
-            yield from _with_forward(child)
-    else:
-        yield model
-
-
-def _check(model: nn.Module, blocks: Sequence[nn.Module], parameters: dict[str, nn.Parameter]) -> None:
-    """Raise `RequestError` for a model that torch cannot divide, or of which something would be lost."""
-    faults = {
-        "complex parameters": [name for name, parameter in parameters.items() if parameter.is_complex()],
-        "embeddings with sparse gradients": [
-            name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
-        ],
-        "compiled modules (--compile)": [name for name, part in model.named_modules() if _torch.is_compiled(part)],
-        "hooks on parameters from before session.prepare": [
-            name for name, parameter in parameters.items() if _torch.has_hooks(parameter)
-        ],
-        "parameters that two blocks share": _shared(model, blocks),
-    }
-    for fault, names in faults.items():
-        if names:
-            raise RequestError(f"--strategy fsdp cannot divide a model with {fault} ({few(names)}); take zero1 or ddp.")
-
-
-def _shared(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    """Return the names of parameters of several blocks, or of a block and of the rest of the model."""
-    block_of = {module: block for block in blocks for module in block.modules()}
-    owners: dict[nn.Parameter, set[nn.Module | None]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(block_of.get(module))
-            names.setdefault(parameter, f"{path}.{name}" if path else name)
-    return [names[parameter] for parameter, sharing in owners.items() if len(sharing) > 1]
