@@ -176,6 +176,14 @@ def hook_step(
     return [first, last]
 
 
+def separate_step(optimizer: Optimizer) -> None:
+    """Have an optimizer of torch's step without a fused kernel, which may unscale gradients as well."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        vars(optimizer).pop("_step_supports_amp_scaling", None)
+        for group in optimizer.param_groups:
+            group["fused"] = False
+
+
 def move_innermost(handles: Sequence[RemovableHandle]) -> None:
     """Move the hooks of `hook_step` next to the arithmetic: the last before it, the first after it."""
     for handle, is_last in zip(handles, (True, False), strict=True):

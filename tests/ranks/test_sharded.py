@@ -162,6 +162,31 @@ def test_a_loop_that_would_lose_something_is_refused(pool: RankPool, what: str) 
         assert sentence.startswith(REFUSED[what])
 
 
+def overflow(world: World) -> list[bool]:
+    """Return whether each step has changed the weights: the first gradient overflows in the last rank's shard alone."""
+    session = loops.session(world, strategy="fsdp", shard_modules=("Linear",), precision="fp16")
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    loader = DataLoader(TensorDataset(torch.ones(8, 8)), 4)
+    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    changed = []
+    with session:
+        for _ in session.epochs(1):
+            for number, (x,) in enumerate(loader):
+                before = [whole(parameter).clone() for parameter in net.parameters()]
+                output = net(x)
+                session.backward((output[:, 7] * (1e5 if number == 0 else 1.0)).mean() + 0 * output.sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                after = [whole(parameter) for parameter in net.parameters()]
+                changed.append(not all(map(torch.equal, before, after)))
+    return changed
+
+
+def test_an_overflow_in_one_shard_skips_the_step_of_all(pool: RankPool) -> None:
+    assert pool.run(2, overflow) == [[False, True]] * 2
+
+
 class Routed(nn.Module):
     """Two blocks, of which a batch runs one."""
 

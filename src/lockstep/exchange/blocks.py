@@ -43,9 +43,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--sha
             blocks.append(module)
             within.update(module.modules())
     if not blocks:
+        weighted = {type(module).__name__ for module in inner if next(module.parameters(), None) is not None}
         raise RequestError(
             f"The model has no blocks that repeat: name the classes of its large parts by {flag}, such as "
-            f"{flag} {min(names, default='Linear')}."
+            f"{flag} {min(weighted, default='Linear')}."
         )
     return blocks
 
@@ -73,7 +74,9 @@ def check_divisible(model: nn.Module, blocks: Sequence[nn.Module], parameters: d
         "embeddings with sparse gradients": [
             name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
         ],
-        "compiled modules (--compile)": [name for name, part in model.named_modules() if _torch.is_compiled(part)],
+        "compiled modules (--compile)": [
+            name or "the model" for name, part in model.named_modules() if _torch.is_compiled(part)
+        ],
         "hooks on parameters from before session.prepare": [
             name for name, parameter in parameters.items() if _torch.has_hooks(parameter)
         ],

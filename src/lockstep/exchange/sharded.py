@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
 
+from .. import _torch
 from ..checkpoint.shards import is_shard, local, shard_as
 from ..errors import RequestError, RunError
 from ..world.world import World, new_group
@@ -140,9 +141,8 @@ class FullyShard(AllReduce):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """See `Exchange.begin_step`: torch's fused steps of shards are Adam's alone."""
-        for group in optimizer.param_groups:
-            if group.get("fused") and not isinstance(optimizer, Adam):
-                group["fused"] = False
+        if not isinstance(optimizer, Adam):
+            _torch.separate_step(optimizer)
 
     @property
     def leaves(self) -> list[nn.Parameter]:
