@@ -173,7 +173,7 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     else:
         loop.confirm()
         costs["proof"] = loop.checks.outcomes()
-        if world.size > 1:
+        if world.size > 1 and session.prepared.exchange.is_separable:
             session.exchange_by(_without_exchange(session.prepared.exchange))
             world.barrier()
             clock.restart()

@@ -101,6 +101,8 @@ class Exchange:
 
     keeps_replicas = True
     """Whether replicas stay equal, so that the replica check applies."""
+    is_separable = True
+    """Whether steps without exchange can be measured."""
     compared = "weights, optimizer state, synchronised statistics, averaged weights"
     """What the replica check compares."""
     divides_state = False

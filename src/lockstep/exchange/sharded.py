@@ -40,6 +40,7 @@ _NOT_BY_ELEMENT = (Adafactor, LBFGS, SparseAdam)
 class FullyShard(AllReduce):
     """Exchange among several ranks, each of which has a shard of every parameter."""
 
+    is_separable = False
     compared = "optimizer settings, synchronised statistics, shards of different groups"
     divides_state = True
 
