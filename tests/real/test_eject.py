@@ -32,6 +32,8 @@ WAYS: dict[str, tuple[object, ...]] = {
     "spawn": ("--strategy", "ddp", "--devices", 3, "--launcher", "spawn"),
     "tcp": ("--strategy", "ddp", *BY_HAND, "tcp://127.0.0.1:PORT"),
     "file": ("--strategy", "ddp", *BY_HAND, "file://FOLDER/rendezvous"),
+    "zero1": ("--strategy", "zero1", "--devices", 2),
+    "fsdp": ("--strategy", "fsdp", "--devices", 2),
     "hybrid": ("--strategy", "hybrid", "--devices", 2, *BY_HAND, "tcp://127.0.0.1:PORT"),
 }
 LIMITS = {"fp64": (STEPS, 1e-9), "fp32": (5, 1e-4), "bf16": (5, 1e-2)}
@@ -54,7 +56,7 @@ def _run(script: Path, way: str) -> list[float]:
     commands = [python]
     if way in ("tcp", "file", "hybrid"):
         commands = [[*python, "--rank", str(rank)] for rank in range(2)]
-    elif way == "torchrun":
+    elif way in ("torchrun", "zero1", "fsdp"):
         commands = [[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]]
     outputs = _start(commands, script.parent)
     return [float(loss) for out in outputs for loss in re.findall(r"^step \d+  loss (\S+)$", out, re.MULTILINE)]

@@ -207,7 +207,7 @@ def test_a_model_of_the_users_own_is_imported(capsys: pytest.CaptureFixture[str]
         (("digits", "--gpus", "1,2"), "--gpus has a plain form for dp"),
         (("digits", "--strategy", "dp", "--batchnorm", "sync"), "cannot work under"),
         (("digits", "--slurm", "--launcher", "spawn"), "--slurm starts the ranks"),
-        (("digits", "--slurm", "--strategy", "single"), "use ddp or hybrid"),
+        (("digits", "--slurm", "--strategy", "single"), "use ddp or zero1 or fsdp or hybrid"),
         (("imagenet-resnet50", "--data-dir", "/nowhere"), "add --classes N"),
         (("digits", "--language", "fr"), "language"),
         (("digits", "--output", "."), "exists"),

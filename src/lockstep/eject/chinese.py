@@ -40,6 +40,11 @@ COMMENTS = {
         "只在最后一个 micro-batch 的反向传播中交换梯度。"
     ),
     "DDP divides by the number of ranks": "DDP 会除以 rank 数",
+    "FSDP divides by the number of ranks": "FSDP 会除以 rank 数",
+    "classes of the modules whose weights are gathered one at a time": "这些类的模块逐个收集权重",
+    "each rank calls the model as often, perhaps without a sample": "各 rank 调用模型的次数相同，最后可能没有样本",
+    "each rank has a part of the optimizer's state": "每个 rank 只有优化器状态的一部分",
+    "all ranks gather the weights": "所有 rank 一起收集权重",
     "Shift int64 to the right, as unsigned integers.": "把 int64 当作无符号整数右移。",
     "Return 64 random bits for each index (n,): a counter, hashed by SplitMix64's finalizer.": (
         "为每个下标 (n,) 返回 64 个随机位：计数器经 SplitMix64 的终结函数散列。"

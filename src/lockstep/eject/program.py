@@ -22,6 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
@@ -42,6 +46,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # of the random numbers that follow from (s
 DTYPE = torch.float64 if IS.double else torch.float32
 MEAN = IS.mean  # of each channel, in units of the stored bytes
 STD = IS.std
+BLOCKS = IS.blocks  # classes of the modules whose weights are gathered one at a time
 
 
 def right(x: Tensor, shift: int) -> Tensor:
@@ -291,6 +296,10 @@ def evaluate(model: nn.Module, images: Any, labels: Any, device: torch.device, r
     if IS.folder:
         part = Subset(images, range(rank, len(images), world)) if IS.ranks else images
         pairs = DataLoader(part, EVAL_BATCH, num_workers=IS.workers)
+    elif IS.fsdp:  # each rank calls the model as often, perhaps without a sample
+        own, own_labels = images[rank::world], labels[rank::world]
+        starts = range(0, math.ceil(len(images) / world), EVAL_BATCH)
+        pairs = ((own[start : start + EVAL_BATCH], own_labels[start : start + EVAL_BATCH]) for start in starts)
     elif IS.ranks:
         pairs = zip(images[rank::world].split(EVAL_BATCH), labels[rank::world].split(EVAL_BATCH), strict=True)
     else:
@@ -373,13 +382,27 @@ def main(options: argparse.Namespace) -> None:
         average = copy.deepcopy(model).requires_grad_(False)
     if IS.compiled:
         model.compile()
-    if IS.ddp:
+    if IS.fsdp:
+        mesh = init_device_mesh(device.type, (world,))
+        for module in [*model.modules()][1:]:
+            if type(module).__name__ in BLOCKS:
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        net = model
+    elif IS.ddp:
         net = DistributedDataParallel(model)
     elif IS.drives_all:
         net = nn.DataParallel(model, IS.device_ids)
     if IS.sgd:
         decay, momentum, nesterov = IS.weight_decay, IS.momentum, IS.nesterov
-        optimizer = torch.optim.SGD(model.parameters(), LR, momentum, weight_decay=decay, nesterov=nesterov)
+        if IS.zero1:  # each rank has a part of the optimizer's state
+            settings = {"momentum": momentum, "weight_decay": decay, "nesterov": nesterov}
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=LR, **settings)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), LR, momentum, weight_decay=decay, nesterov=nesterov)
+    elif IS.zero1:  # each rank has a part of the optimizer's state
+        settings = {"weight_decay": IS.weight_decay}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, **settings)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=IS.weight_decay)
     if IS.scales:
@@ -388,7 +411,16 @@ def main(options: argparse.Namespace) -> None:
     step, loss_sum = 0, torch.zeros((), dtype=torch.float64, device=device)
     for epoch in range(EPOCHS):
         for batch, total in batches(images, labels, epoch, rank, world):
-            if IS.accumulates and IS.ddp:
+            if IS.accumulates and IS.fsdp:
+                for number, (x, y) in enumerate(batch, start=1):
+                    x, y = x.to(device), y.to(device)
+                    # Gradients are exchanged in the backward pass of the last micro-batch.
+                    model.set_requires_gradient_sync(number == len(batch))
+                    loss = loss_of(net, x, y) if IS.half else IS.loss
+                    mean = loss * world / total  # FSDP divides by the number of ranks
+                    (scaler.scale(mean) if IS.scales else mean).backward()
+                    loss_sum += loss.detach() / total
+            elif IS.accumulates and IS.ddp:
                 for number, (x, y) in enumerate(batch, start=1):
                     x, y = x.to(device), y.to(device)
                     # Gradients are exchanged in the backward pass of the last micro-batch.
@@ -406,7 +438,10 @@ def main(options: argparse.Namespace) -> None:
             else:
                 x, y = (part.to(device) for part in batch)
                 loss = loss_of(net if IS.wraps else model, x, y) if IS.half else IS.loss
-                if IS.ddp:
+                if IS.fsdp:
+                    mean = loss * world / total  # FSDP divides by the number of ranks
+                    (scaler.scale(mean) if IS.scales else mean).backward()
+                elif IS.ddp:
                     mean = loss * world / total  # DDP divides by the number of ranks
                     (scaler.scale(mean) if IS.scales else mean).backward()
                 else:
@@ -446,9 +481,14 @@ def main(options: argparse.Namespace) -> None:
         if (epoch + 1) % EVAL_EVERY == 0 or is_end:
             judged = average if IS.averages else model
             accuracy, loss = evaluate(judged, test_images, test_labels, device, rank, world)
+            if IS.fsdp:  # all ranks gather the weights
+                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
             if not IS.ranks or rank == 0:
                 print(f"epoch {epoch + 1}  accuracy {accuracy:.2%}  loss {loss:.4f}", flush=True)
-                torch.save(judged.state_dict(), "model.pt")
+                if IS.fsdp:
+                    torch.save(state, "model.pt")
+                else:
+                    torch.save(judged.state_dict(), "model.pt")
         if IS.ends_early and is_end:
             break
     if IS.ranks:

@@ -14,10 +14,11 @@ import torch
 
 from .._torch import BatchNorm
 from ..config.options import flatten
-from ..config.registry import KINDS, resolved
+from ..config.registry import KINDS, resolved, with_ranks
 from ..config.schema import RunConfig
 from ..data import cifar, digits, folder
 from ..errors import RequestError
+from ..exchange.blocks import find_blocks
 from ..models import table
 from ..training import optim
 from ..versions import version_of
@@ -38,7 +39,6 @@ _REFUSED = {
     "deterministic": "deterministic algorithms; call torch.use_deterministic_algorithms there",
     "nodes": "a number of nodes; start the ranks by torchrun, by hand or in Slurm",
     "resume": "an optimizer's state; the file takes --weights",
-    "shard-modules": "blocks of fsdp; torch has it as fully_shard",
     "shard-size": "groups of fsdp; torch has it as fully_shard over a mesh of two dimensions",
     "exchange": "gradients in 16 bits between the ranks; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
@@ -49,6 +49,7 @@ _HONOURED = {
     *("nesterov", "weight-decay", "schedule", "milestones", "gamma", "warmup", "lr-rule", "base-batch", "clip", "loss"),
     *("label-smoothing", "ema", "batch", "accumulate", "micro-batch", "eval-batch", "drop-last", "strategy", "devices"),
     *("gpus", "accelerator", "launcher", "init-method", "rank", "world-size", "batchnorm", "precision"),
+    "shard-modules",
     *("channels-last", "compile", "epochs", "max-steps", "eval-every", "seed", "log-every"),
 }
 _WITHOUT_EFFECT = {
@@ -83,13 +84,8 @@ def eject(config: RunConfig, command: str, *, slurm: bool = False, language: str
     parallel = config.parallel
     is_distributed = max(parallel.devices or 1, parallel.world_size or 1) > 1 or slurm
     strategy = resolved(parallel.strategy, distributed=is_distributed)
-    if KINDS[strategy].divides_state:
-        raise RequestError(
-            f"lockstep eject: --strategy {strategy} has no plain form here: torch has it as "
-            f"{'fully_shard' if KINDS[strategy].divides_weights else 'ZeroRedundancyOptimizer'}. Take --strategy ddp."
-        )
-    if slurm and strategy not in ("ddp", "hybrid"):
-        raise RequestError(f"--slurm starts several ranks, and --strategy is {strategy}; use ddp or hybrid.")
+    if slurm and not KINDS[strategy].has_ranks:
+        raise RequestError(f"--slurm starts several ranks, and --strategy is {strategy}; use {with_ranks()}.")
     data = _describe_data(config)
     arguments, entries, imports = _model(config, data)
     if ":" in config.optim.loss:
@@ -118,6 +114,9 @@ def _refusals(config: RunConfig, *, slurm: bool) -> Iterator[str]:
         )
     if config.precision.name == "auto":
         yield "lockstep eject: --precision auto depends on the hardware; name one."
+    beside = [config.optim.ema, config.precision.compile, config.data.name == "imagefolder"]
+    if parallel.strategy == "fsdp" and any(beside):
+        yield "lockstep eject: --strategy fsdp has no plain form with --ema, --compile or imagefolder; take zero1."
     drives_all = parallel.strategy in ("dp", "hybrid")
     if parallel.gpus and not drives_all:
         yield "lockstep eject: --gpus has a plain form for dp and hybrid only; set CUDA_VISIBLE_DEVICES."
@@ -160,7 +159,7 @@ def _quoted(value: object) -> str:
 
 def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slurm: bool) -> Choices:
     parallel, batch, optimizer, precision = config.parallel, config.batch, config.optim, config.precision
-    has_ranks, drives_all = strategy in ("ddp", "hybrid"), strategy in ("dp", "hybrid")
+    has_ranks, drives_all = KINDS[strategy].has_ranks, KINDS[strategy].drives_all
     names, is_folder = set(config.data.augment), config.data.name == "imagefolder"
     accumulate = batch.accumulate or 1
     if batch.micro_batch is not None:
@@ -170,15 +169,20 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
     on_cpu = parallel.accelerator == "cpu"
     with torch.device("meta"):
         built = table.build_for(config.model.name, classes=config.model.classes or data.classes, shape=data.shape)
+    patterns = parallel.shard_modules
+    blocks = sorted({type(part).__name__ for part in find_blocks(built, patterns)} if strategy == "fsdp" else ())
     has_batchnorm = any(isinstance(module, BatchNorm) for module in built.modules())
-    syncs = has_batchnorm and strategy == "ddp" and parallel.batchnorm != "local"
+    syncs = has_batchnorm and KINDS[strategy].process_per_device and parallel.batchnorm != "local"
     paths = {"digits": Code('Path(__file__).with_name("digits.npz")'), "imagefolder": str(config.data.dir)}
     smoothing = f", label_smoothing={optimizer.label_smoothing!r}" * bool(optimizer.label_smoothing)
     loss = optimizer.loss.replace(":", ".") if ":" in optimizer.loss else "F.cross_entropy"
     name = precision.name
     called = "net" if strategy != "single" or name in ("bf16", "fp16") else "model"
     return dict(  # noqa: C408 -- as arguments read best
-        ddp=strategy == "ddp",
+        ddp=KINDS[strategy].process_per_device,
+        zero1=strategy == "zero1",
+        fsdp=strategy == "fsdp",
+        blocks=blocks,
         hybrid=strategy == "hybrid",
         ranks=has_ranks,
         splits=has_ranks or accumulate > 1,
@@ -195,7 +199,8 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         model=model,
         syncs=syncs,
         compiled=precision.compile,
-        channels_last=precision.channels_last == "on" or (precision.channels_last == "auto" and not on_cpu),
+        channels_last=strategy != "fsdp"
+        and (precision.channels_last == "on" or (precision.channels_last == "auto" and not on_cpu)),
         averages=optimizer.ema is not None,
         ema=optimizer.ema or 0.0,
         digits=config.data.name == "digits",
