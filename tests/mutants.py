@@ -678,6 +678,14 @@ each rank steps all parameters: exchange/zero.py
 a checkpoint has rank 0's state alone: exchange/zero.py
 - if self.world.is_main and not self.owns(parameter):
 + if not entries:
+= ranks/test_contrastive.py::test_gathered_rows_have_the_gradients_of_one_process[symmetric-1]
+a gathered row has the gradient of its own rank's loss alone: sessions/collectives.py
+- return ctx.world.sum(gradient)[
++ return gradient[
+= ranks/test_contrastive.py::test_gathered_rows_have_the_gradients_of_one_process[own rows-1]
+an empty share's sample is gathered: sessions/collectives.py
+- local_rows = value if counts else value[:0]
++ local_rows = value
 = ranks/test_exchange.py::test_a_sum_in_bfloat16_is_added_at_full_width_and_rounded_twice[dtype0-1000]
 gradients in 16 bits are added in 16 bits: exchange/compress.py
 - total += row

@@ -402,7 +402,8 @@ class Session:
         """Gather a value of each rank in rank order (*collective*).
 
         Concatenates tensors (n, …), whose n may differ between ranks. Sums their gradients over the ranks, so that a
-        loss over all gathered rows, such as a contrastive loss, has the gradient of one device. Concatenates lists too;
+        contrastive loss has the gradients of one device, by `session.backward(loss)`: as a mean over all gathered rows,
+        the same on every rank, or over this rank's rows against the gathered ones. Concatenates lists too;
         returns a list of all ranks' values for any other value. Lists and values may have numbers, texts, lists and
         dicts; raises `RequestError` for others.
         """
