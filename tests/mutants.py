@@ -678,6 +678,19 @@ each rank steps all parameters: exchange/zero.py
 a checkpoint has rank 0's state alone: exchange/zero.py
 - if self.world.is_main and not self.owns(parameter):
 + if not entries:
+= ranks/test_recompute.py::test_recomputed_activations_have_the_bits_of_kept_ones[1-options0-1]
+activations are kept: nn/recompute.py
+- if not torch.is_grad_enabled() or module is None:
++ if True:
+recomputed activations draw other numbers: nn/recompute.py
+-     generators.put_back(devices)
++     pass
+recomputing draws from the generators: nn/recompute.py
+- generators_now.put_back(devices)
++ pass
+recomputing moves the running statistics: nn/recompute.py
+- setattr(norm, name, buffer.clone())
++ pass
 = ranks/test_contrastive.py::test_gathered_rows_have_the_gradients_of_one_process[symmetric-1]
 a gathered row has the gradient of its own rank's loss alone: sessions/collectives.py
 - return ctx.world.sum(gradient)[

@@ -190,7 +190,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Precision, memory format, compilation."""
+    """Precision, memory, compilation."""
 
     name: Annotated[str, OneOf(("auto", "fp32", "tf32", "bf16", "fp16", "fp64")), _key(name="precision")] = "fp32"
     """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto: bf16 if the hardware supports it, else fp32,
@@ -198,6 +198,8 @@ class PrecisionConfig:
     channels_last: _Switch = "auto"  # Memory format: on, off; auto: on, except in fp64.
     compile: bool = False  # Use torch.compile, except for synchronised BatchNorm.
     deterministic: bool = False  # Use deterministic GPU algorithms only, also in dropout.
+    checkpoint_activations: _Words = ()
+    """Classes of modules, such as BasicBlock, whose activations are recomputed in the backward pass to save memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +280,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         "--on-device on": config.data.on_device == "on",
         "--eval-batch": batch.eval_batch is not None,
     }
+    if config.precision.checkpoint_activations and (config.precision.compile or parallel.drives_all):
+        other = "--compile" if config.precision.compile else f"--strategy {parallel.strategy}"
+        yield f"--checkpoint-activations cannot work with {other}; leave one of them out."
     if optim.step and any(idle.values()):
         flags = ", ".join(flag for flag, is_set in idle.items() if is_set)
         yield f"{flags}: without effect with --step, which calls the model as it is; leave that out."

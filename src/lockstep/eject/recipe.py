@@ -40,6 +40,7 @@ _REFUSED = {
     "resume": "an optimizer's state; the file takes --weights",
     "exchange": "gradients in 16 bits between the ranks; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
+    "checkpoint-activations": "recomputed activations; call torch.utils.checkpoint in the model",
 }
 """Options that have no plain form, with what they do."""
 _HONOURED = {

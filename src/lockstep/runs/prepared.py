@@ -37,6 +37,7 @@ from ..errors import RequestError
 from ..exchange.base import Exchange
 from ..files import shown, understanding
 from ..nn import sync_batchnorm
+from ..nn.recompute import Recomputation
 from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.world import World
@@ -101,6 +102,7 @@ class Prepared:
     """Whether the optimizers' settings follow from the config and the step, as under `lockstep train`."""
     average: Average | None = None
     batchnorm: str = "none"
+    recomputation: Recomputation = field(default_factory=Recomputation)
     contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Digests of the user's data sets (see `data.source.Splits`)."""
     first_loader: Source | None = None
@@ -152,6 +154,7 @@ class Prepared:
 
         Raises `RequestError` for a parameter of no model, or of two optimizers.
         """
+        self.recomputation.check()
         names = {parameter: name for name, parameter in self._all.named_parameters()}
         exchanged = set(self.exchange.parameters)
         if added := [name for parameter, name in names.items() if parameter not in exchanged]:

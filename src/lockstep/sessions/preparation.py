@@ -51,6 +51,8 @@ class Preparation:
                 if prepared.batchnorm == "sync":
                     sync_batchnorm.convert(part, prepared.world)
                     self._resources.callback(sync_batchnorm.restore, part)
+            for attached in prepared.recomputation.attach(part):
+                self._resources.callback(attached.remove)
             number = len(prepared.models) + 1
             part = parts.place(part, prepared.world, prepared.precision, self._resources)
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)

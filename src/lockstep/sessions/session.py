@@ -30,6 +30,7 @@ from ..exchange.base import Header
 from ..exchange.batch import check_loss, on_device
 from ..exchange.method import exchange_of
 from ..files import shown, understanding
+from ..nn.recompute import Recomputation
 from ..record.telemetry import SAMPLED
 from ..runs.loop import Loop, plain
 from ..runs.opened import OpenRun
@@ -78,7 +79,8 @@ class Session:
         self._resources = contextlib.ExitStack()
         opened = self._resources.enter_context(run)
         self.prepared = prepared or Prepared(
-            opened.config, world, self.precision, exchange=exchange_of(world, opened.config.parallel)
+            *(opened.config, world, self.precision, exchange_of(world, opened.config.parallel)),
+            recomputation=Recomputation(opened.config.precision.checkpoint_activations, [world.device]),
         )
         self._resources.callback(self.prepared.exchange.close)
         self._hooks = hooks
