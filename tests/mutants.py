@@ -691,6 +691,11 @@ recomputing draws from the generators: nn/recompute.py
 recomputing moves the running statistics: nn/recompute.py
 - setattr(norm, name, buffer.clone())
 + pass
+= ranks/test_recompute.py::test_recomputed_activations_have_the_bits_of_kept_ones[2-options6-2]
+recomputing takes the share that was read last: nn/recompute.py
+- SyncBatchNorm.stand_in = stands_in
+-     for
++ for
 = ranks/test_contrastive.py::test_gathered_rows_have_the_gradients_of_one_process[symmetric-1]
 a gathered row has the gradient of its own rank's loss alone: sessions/collectives.py
 - return ctx.world.sum(gradient)[

@@ -47,11 +47,6 @@ foreach_copy_ = torch._foreach_copy_
 """Copy of a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""
 
 
-def version(tensor: Tensor) -> int:
-    """Return the number of changes in place of a tensor's memory."""
-    return tensor._version
-
-
 def loader_copied_by_lightning() -> Any:
     """Return the loader that Lightning is replacing by a copy at this moment, as to give it a sampler; or None."""
     calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "_reinstantiate_wrapped_cls")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _torch
 from .._torch import BatchNorm
@@ -71,7 +71,7 @@ class _Recomputed:
     """Forward of one module that is computed again in the backward pass."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._module, self._devices = weakref.ref(module), devices
+        self._module, self._devices, self._is_checked = weakref.ref(module), devices, False
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module, devices = self._module(), self._devices
@@ -81,29 +81,24 @@ class _Recomputed:
 
         names, count, is_first = [*kwargs], len(args), True
         generators, stands_in = Generators.now(devices), SyncBatchNorm.stand_in
+        buffers = {} if self._is_checked else {name: buffer.clone() for name, buffer in _buffers(module).items()}
 
         def run(*values: Any) -> Any:
             nonlocal is_first
             repeats, is_first = not is_first, False
-            with _repetition(module, devices, generators, stands_in) if repeats else _first_run(module):
+            with _repetition(module, devices, generators, stands_in) if repeats else nullcontext():
                 return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         # Keyword arguments too by position: torch then raises if one has changed in place before the second run.
         values = (*args, *kwargs.values())
-        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)  # `_repetition` has them all
-
-
-@contextmanager
-def _first_run(module: nn.Module) -> Iterator[None]:
-    """Raise `RequestError` if the block changes a buffer, as the second run would again."""
-    before = _versions(module)
-    yield
-    after = _versions(module)
-    if changed := [name for name, version in before.items() if after.get(name) != version]:
-        raise RequestError(
-            f"{OPTION} cannot work on {type(module).__name__}, whose forward changes its buffer {changed[0]}: its "
-            "second run, in the backward pass, would change it again; choose modules without it."
-        )
+        output = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)  # `_repetition` has them all
+        after, self._is_checked = _buffers(module) if buffers else {}, True
+        if changed := [name for name, buffer in buffers.items() if not torch.equal(buffer, after[name])]:
+            raise RequestError(
+                f"{OPTION} cannot work on {type(module).__name__}, whose forward changes its buffer {changed[0]}: its "
+                "second run, in the backward pass, would change it again; choose modules without it."
+            )
+        return output
 
 
 @contextmanager
@@ -127,8 +122,7 @@ def _repetition(
             setattr(norm, name, buffer)
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return identity and version of each buffer other than BatchNorm's running statistics."""
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers other than BatchNorm's running statistics."""
     statistics = sync_batchnorm.statistics(module)
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in statistics}
-    return {name: (id(buffer), _torch.version(buffer)) for name, buffer in buffers.items()}
+    return {name: buffer for name, buffer in module.named_buffers() if name not in statistics}
