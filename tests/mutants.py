@@ -119,8 +119,8 @@ gradients of a part of a batch are found between its micro-batches: exchange/bas
 + part.gradients = [(item, item.grad) for item in self.parameters if item.grad is not None]
 the average moves at every micro-batch: trainer.py
 - if not session.is_last:
-+ if session.prepared.average is not None and not session.is_last:
-+         session.prepared.average.update()
++ for average in session.prepared.averages if not session.is_last else ():
++         average.update(1)
 +     if not session.is_last:
 = unit/test_precision.py::test_the_norm_is_the_whole_models_unscaled
 only the first optimizer's gradients are clipped: training/optim.py
@@ -427,8 +427,8 @@ the optimizer's state is not compared: runs/prepared.py
 + else:
 +             pass
 averaged weights are not compared: runs/prepared.py
-- return self.models if self.average is None else
-+ return self.models if True else
+- for number, module in modules}
++ for number, module in modules if number < 0}
 = unit/test_digest.py::test_statistics_that_are_not_finite_are_not_saved
 weights that are no numbers are saved: runs/prepared.py
 - if non_finite := finite.find_non_finite(self.world, dict(self._weights()) | dict(self._statistics())):
@@ -678,6 +678,13 @@ each rank steps all parameters: exchange/zero.py
 a checkpoint has rank 0's state alone: exchange/zero.py
 - if self.world.is_main and not self.owns(parameter):
 + if not entries:
+= ranks/test_average.py::test_an_average_has_the_weights_of_its_steps[1]
+an average counts its points from the first step: training/optim.py
+- divmod(step - self._start, self._every)
++ divmod(step, self._every)
+an average begins at the initial weights, whatever its start: training/optim.py
+- if step <= self._start:
++ if step < self._start:
 = ranks/test_recompute.py::test_recomputed_activations_have_the_bits_of_kept_ones[1-options0-1]
 activations are kept: nn/recompute.py
 - if not torch.is_grad_enabled() or module is None:

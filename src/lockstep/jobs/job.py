@@ -215,7 +215,7 @@ def assemble(
         is_recipe=True,
         method=method,
         replica=replica,
-        average=None if config.optim.ema is None else Average(model, config.optim.ema),
+        averages=[] if config.optim.ema is None else [Average(model, config.optim.ema)],
         batchnorm=batchnorm,
         recomputation=recomputation,
         plan=plan,

@@ -100,7 +100,7 @@ class Prepared:
     """Schedules and other user objects with `state_dict` and `load_state_dict`."""
     is_recipe: bool = False
     """Whether the optimizers' settings follow from the config and the step, as under `lockstep train`."""
-    average: Average | None = None
+    averages: list[Average] = field(default_factory=list)
     batchnorm: str = "none"
     recomputation: Recomputation = field(default_factory=Recomputation)
     contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -146,8 +146,9 @@ class Prepared:
 
     @property
     def groups(self) -> dict[str, nn.Module]:
-        """Models and average by the name of their group of tensors."""
-        return self.models if self.average is None else self.models | {"ema": self.average.module}
+        """Models and averages by the name of their group of tensors: ema, ema_2, …"""
+        modules = enumerate((average.module for average in self.averages), start=1)
+        return self.models | {"ema" if number == 1 else f"ema_{number}": module for number, module in modules}
 
     def begin(self) -> None:
         """Move optimizer states to their parameters.
@@ -316,7 +317,7 @@ class Prepared:
                 parameter.grad = laid_out_as(parameter, gradients[name].to(parameter.device))
 
     def load_weights(self, state: State) -> None:
-        """Load only the models and the average. Raises `RequestError` for tensors that do not fit."""
+        """Load only the models and averages. Raises `RequestError` for tensors that do not fit."""
         with understanding(state.origin or Path("the checkpoint")):
             for name, model in self.groups.items():
                 extra = unpack(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}

@@ -19,6 +19,7 @@ from ..errors import RequestError
 from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
 from ..runs.prepared import Prepared, Source
+from ..training.optim import Average
 from . import parts
 from .passes import Passes
 from .stepper import Stepper
@@ -91,6 +92,22 @@ class Preparation:
                 f"load_state_dict; found a {type(part).__name__}."
             )
         return part
+
+    def average(self, model: nn.Module, decay: float | None, start: int, every: int, *, has_begun: bool) -> nn.Module:
+        """Return a model's average. See `Session.average`."""
+        original = _torch.inner(model)
+        if has_begun or original not in self._prepared.models.values():
+            raise RequestError(
+                "session.average takes a model that session.prepare has returned, before the loop: prepare the model "
+                "first, and call session.average once."
+            )
+        if not ((decay is None or 0 < decay < 1) and start >= 0 and every >= 1):
+            raise RequestError(
+                "session.average takes a decay between 0 and 1 or none, start= from 0 and every= from 1; found "
+                f"decay={decay}, start={start}, every={every}."
+            )
+        self._prepared.averages.append(Average(original, decay, start=start, every=every))
+        return self._prepared.averages[-1].module
 
     def _take_optimizers(self, outer: Optimizer) -> None:
         """Add an optimizer, and the optimizers that it wraps and steps."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..config.schema import RunConfig
@@ -182,6 +182,16 @@ class Session:
             self._hooks.prepared(part)
         return ready[0] if len(ready) == 1 else ready
 
+    def average(self, model: nn.Module, *, decay: float | None = None, start: int = 0, every: int = 1) -> nn.Module:
+        """Return an average of a prepared model's weights, a copy that each optimizer step updates.
+
+        Its points are the weights after steps `start`, `start` + `every`, …: with a `decay`, an exponential moving
+        average of them, else their mean, as in SWA. Until `start` it has the model's weights, and always the model's
+        buffers, such as BatchNorm's running statistics. Evaluate it within `evaluating`. Checkpoints include it. Raises
+        `RequestError` for other models or numbers, and after the loop has begun.
+        """
+        return self._preparation.average(model, decay, start, every, has_begun=self.loop.has_begun)
+
     def _begin(self, epochs: int | None) -> None:
         """Begin the loop (*collective*)."""
         source = self.prepared.source
@@ -260,6 +270,8 @@ class Session:
     def _end_step(self, saves: bool) -> None:
         """End a step: report the first one's findings, compare the ranks' generators (*collective*)."""
         loop = self.loop
+        for average in self.prepared.averages:
+            average.update(loop.position.step)
         first, self._first_step = self._first_step, None
         if first is not None:
             self._passes.compare()
