@@ -678,6 +678,23 @@ each rank steps all parameters: exchange/zero.py
 a checkpoint has rank 0's state alone: exchange/zero.py
 - if self.world.is_main and not self.owns(parameter):
 + if not entries:
+= unit/test_layerwise.py::test_each_follows_its_formula[matrix-lars]
+LARS takes the rate out of the velocity: training/layerwise.py
+- weight -= velocity.mul_(group["momentum"]).add_(step, alpha=group["lr"])
++ weight -= group["lr"] * velocity.mul_(group["momentum"]).add_(step)
+= unit/test_layerwise.py::test_each_follows_its_formula[matrix-lamb]
+LAMB measures its step without the weight decay: training/layerwise.py
+- step.add_(weight, alpha=decay)
+-         if adapts:
+-             step *= _ratio(weight.norm(), step.norm())
++ norm = step.norm()
++         step.add_(weight, alpha=decay)
++         if adapts:
++             step *= _ratio(weight.norm(), norm)
+= unit/test_layerwise.py::test_each_follows_its_formula[vector-lars]
+weight decay acts on biases too: training/layerwise.py
+- decay = group["weight_decay"] if parameter.dim() > 1 else 0.0
++ decay = group["weight_decay"]
 = ranks/test_average.py::test_an_average_has_the_weights_of_its_steps[1]
 an average counts its points from the first step: training/optim.py
 - divmod(step - self._start, self._every)

@@ -58,7 +58,7 @@ def test_short_runs_have_a_rate_too(schedule: str) -> None:
 def test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     frozen = model.get_parameter("0.weight").requires_grad_(False)
-    for name in ("sgd", "adamw", "muon"):
+    for name in ("lamb", "lars", "sgd", "adamw", "muon"):
         optimizers = optim.build(model, _config(optimizer=name, lr=0.5, weight_decay=0.25))
         groups = [group for each in optimizers for group in each.param_groups]
         held = [id(item) for group in groups for item in group["params"]]

@@ -78,14 +78,14 @@ class DataConfig:
 class OptimConfig:
     """The optimizer, its learning rate, and the loss."""
 
-    name: Annotated[str, OneOf(("sgd", "adamw", "muon")), _key(name="optimizer")] = "sgd"
-    """sgd, adamw, or muon (AdamW for all but matrices)."""
+    name: Annotated[str, OneOf(("sgd", "adamw", "muon", "lamb", "lars")), _key(name="optimizer")] = "sgd"
+    """sgd, adamw, muon (AdamW for all but matrices); for large batches lamb, or lars (whose rates are above 1)."""
     lr: _Positive = 0.1  # Peak learning rate.
     lr_scale: Annotated[tuple[str, ...], _key(metavar="PATTERN=X …")] = ()
     """Learning-rate factors, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
-    momentum: _Share = 0.9  # Momentum of sgd and muon.
+    momentum: _Share = 0.9  # Momentum of sgd, muon and lars.
     nesterov: bool = False  # Nesterov's momentum.
-    weight_decay: _NotNegative = 1e-4  # Weight decay, decoupled for adamw and muon.
+    weight_decay: _NotNegative = 1e-4  # Weight decay; adamw, muon: decoupled; lamb, lars: not of vectors.
     schedule: Annotated[str, OneOf(("constant", "step", "multistep", "cosine", "onecycle"))] = "constant"
     """constant, step, multistep, cosine or onecycle."""
     milestones: Annotated[tuple[float, ...], _key(metavar="EPOCH …")] = ()

@@ -20,6 +20,7 @@ from .. import _torch
 from ..checkpoint.state import matching, set_buffer
 from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
+from .layerwise import Lamb, Lars
 
 _SCALE = "lr_scale"  # a parameter group's factor on the learning rate, stored in the group
 Schedule = Callable[[int], float]
@@ -99,6 +100,10 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         for parameter in parameters if config.momentum else ():
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         optimizers.append(sgd)
+    elif config.name == "lars":
+        optimizers.append(Lars(group_by_factor(parameters), **common, momentum=config.momentum))
+    elif config.name == "lamb":
+        optimizers.append(Lamb(group_by_factor(parameters), **common))
     elif adamw_parameters:
         optimizers.append(torch.optim.AdamW(group_by_factor(adamw_parameters), **common, fused=True))
     return optimizers
