@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor) -> Any:
         self.calls += torch.is_grad_enabled()
-        noise = 0.1 * torch.randn(len(x), 1, 1, 1)
+        noise = 0.1 * torch.randn_like(x[:, :1, :1, :1])
         return x + scale * (1 + 0.5 * (random.random() < 0.5)) * self.layers(x + noise)
 
 
@@ -51,13 +51,20 @@ class Net(nn.Module):
         return self.head(x.flatten(1))
 
 
-def learn(world: World, options: dict[str, Any], ahead: int = 1) -> Learned:
+class Joined(Net):
+    """The net over two views of each sample, joined along the batch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(torch.cat([x, x.flip(3)])).unflatten(0, (2, -1)).sum(0)
+
+
+def learn(world: World, options: dict[str, Any], ahead: int = 1, kind: type[Net] = Net) -> Learned:
     """Return losses, the state, and the forward passes of a block. The loop computes `ahead` losses before a step.
 
     The fourth batch is one sample, so that shares are empty.
     """
     session = loops.session(world, **options)
-    model = Net()
+    model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(loops.images(), 20, shuffle=True))
     losses: list[float] = []
@@ -79,23 +86,25 @@ def learn(world: World, options: dict[str, Any], ahead: int = 1) -> Learned:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "ahead"),
+    ("ranks", "options", "ahead", "kind"),
     [
-        (1, {"draws": "rank"}, 1),
-        (3, {"draws": "rank"}, 1),
-        (2, {"draws": "global"}, 1),
-        (3, {"draws": "global", "accumulate": 2}, 1),
-        (2, {"draws": "rank", "batchnorm": "local"}, 1),
-        (1, {"draws": "global"}, 1),
-        (2, {"draws": "global"}, 2),
-        (1, {"draws": "global"}, 2),
+        (1, {"draws": "rank"}, 1, Net),
+        (3, {"draws": "rank"}, 1, Net),
+        (2, {"draws": "global"}, 1, Net),
+        (3, {"draws": "global", "accumulate": 2}, 1, Net),
+        (2, {"draws": "rank", "batchnorm": "local"}, 1, Net),
+        (1, {"draws": "global"}, 1, Net),
+        (2, {"draws": "global"}, 2, Net),
+        (1, {"draws": "global"}, 2, Net),
+        (2, {"draws": "rank", "precision": "bf16"}, 1, Net),
+        (2, {"draws": "global"}, 2, Joined),
     ],
 )
 def test_recomputed_activations_have_the_bits_of_kept_ones(
-    pool: RankPool, ranks: int, options: dict[str, Any], ahead: int
+    pool: RankPool, ranks: int, options: dict[str, Any], ahead: int, kind: type[Net]
 ) -> None:
-    kept = pool.run(ranks, learn, options, ahead)
-    recomputed = pool.run(ranks, learn, options | {"checkpoint_activations": ["Blo*"]}, ahead)
+    kept = pool.run(ranks, learn, options, ahead, kind)
+    recomputed = pool.run(ranks, learn, options | {"checkpoint_activations": ["Blo*"]}, ahead, kind)
     for (losses, state, calls), (same_losses, same_state, twice) in zip(kept, recomputed, strict=True):
         assert losses == same_losses
         assert [*state] == [*same_state]
