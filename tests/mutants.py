@@ -680,8 +680,8 @@ a checkpoint has rank 0's state alone: exchange/zero.py
 + if not entries:
 = unit/test_layerwise.py::test_each_follows_its_formula[matrix-lars]
 LARS takes the rate out of the velocity: training/layerwise.py
-- weight -= velocity.mul_(group["momentum"]).add_(step, alpha=group["lr"])
-+ weight -= group["lr"] * velocity.mul_(group["momentum"]).add_(step)
+- weight -= state["momentum_buffer"].mul_(group["momentum"]).add_(step, alpha=group["lr"])
++ weight -= group["lr"] * state["momentum_buffer"].mul_(group["momentum"]).add_(step)
 = unit/test_layerwise.py::test_each_follows_its_formula[matrix-lamb]
 LAMB measures its step without the weight decay: training/layerwise.py
 - step.add_(weight, alpha=decay)

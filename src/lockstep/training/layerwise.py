@@ -58,8 +58,9 @@ class Lars(_Layerwise):
         if adapts:
             norm = weight.norm()
             step *= _ratio(_TRUST * norm, gradient.norm() + decay * norm)
-        velocity = state.setdefault("momentum_buffer", torch.zeros_like(weight))
-        weight -= velocity.mul_(group["momentum"]).add_(step, alpha=group["lr"])
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        weight -= state["momentum_buffer"].mul_(group["momentum"]).add_(step, alpha=group["lr"])
 
 
 class Lamb(_Layerwise):
