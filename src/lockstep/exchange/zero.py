@@ -54,8 +54,8 @@ class Zero1(AllReduce):
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Exchange.divide_state`."""
         for optimizer in optimizers:
-            module = type(optimizer).__module__
-            is_known = module.startswith("torch.optim.") or module.split(".")[0] == __name__.split(".")[0]
+            package = type(optimizer).__module__.split(".")
+            is_known = package[:2] == ["torch", "optim"] or package[0] == __name__.partition(".")[0]
             if not is_known or isinstance(optimizer, LBFGS):
                 raise RequestError(
                     f"--strategy zero1 cannot divide the state of {type(optimizer).__name__}: it takes torch.optim's "
