@@ -99,6 +99,7 @@ def test_a_resumed_run_continues_its_averages_with_the_same_bits(pool: RankPool,
         ({"decay": 0.0}, "found decay=0.0"),
         ({"start": -1}, "start=-1"),
         ({"every": 0}, "every=0"),
+        ({"start": 2.5}, "start=2.5"),
         ({"model": nn.Linear(2, 2)}, "a model that session.prepare has returned"),
     ],
 )

@@ -98,13 +98,13 @@ class Preparation:
         original = _torch.inner(model)
         if has_begun or original not in self._prepared.models.values():
             raise RequestError(
-                "session.average takes a model that session.prepare has returned, before the loop: prepare the model "
-                "first, and call session.average once."
+                "session.average takes a model that session.prepare has returned, and has to be called before the loop."
             )
-        if not ((decay is None or 0 < decay < 1) and start >= 0 and every >= 1):
+        are_whole = isinstance(start, int) and isinstance(every, int)
+        if not (are_whole and (decay is None or 0 < decay < 1) and start >= 0 and every >= 1):
             raise RequestError(
-                "session.average takes a decay between 0 and 1 or none, start= from 0 and every= from 1; found "
-                f"decay={decay}, start={start}, every={every}."
+                "session.average takes a decay between 0 and 1 or none, and whole numbers of steps, start= from 0 and "
+                f"every= from 1; found decay={decay}, start={start}, every={every}."
             )
         self._prepared.averages.append(Average(original, decay, start=start, every=every))
         return self._prepared.averages[-1].module

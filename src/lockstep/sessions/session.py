@@ -187,7 +187,7 @@ class Session:
 
         Its points are the weights after steps `start`, `start` + `every`, …: with a `decay`, an exponential moving
         average of them, else their mean, as in SWA. Until `start` it has the model's weights, and always the model's
-        buffers, such as BatchNorm's running statistics. Evaluate it within `evaluating`. Checkpoints include it. Raises
+        buffers, such as BatchNorm's running statistics. It is in evaluation mode. Checkpoints include it. Raises
         `RequestError` for other models or numbers, and after the loop has begun.
         """
         return self._preparation.average(model, decay, start, every, has_begun=self.loop.has_begun)

@@ -39,7 +39,7 @@ class Average:
     def __init__(self, model: nn.Module, decay: float | None, *, start: int = 0, every: int = 1) -> None:
         # Copies share process groups, such as those of torch's SyncBatchNorm, which cannot be copied.
         groups = (getattr(module, "process_group", None) for module in model.modules())
-        self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False)
+        self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False).eval()
         self._average: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._start, self._every = start, every
         self._averaged_weights: list[Tensor] = list(self.module.parameters())
