@@ -103,3 +103,32 @@ def test_gathered_rows_have_the_gradients_of_one_process(pool: RankPool, how: st
     for ranks in (1, 2, 3):
         for gradients in pool.run(ranks, contrast, how, accumulate):
             assert (torch.stack(gradients) - expected).norm() < LAW * expected.norm(), ranks
+
+
+def warned(world: World, how: str) -> str:
+    """Return the warnings of a loop whose ranks give the sum over all rows, or over their own."""
+    told: list[str] = []
+    session = loops.session(world)
+    session.loop.warn = told.append  # type: ignore[method-assign, assignment]
+    model = Pairs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(TensorDataset(DATA), BATCH))
+    with session:
+        for _ in session.epochs(1):
+            for (x,) in loader:
+                left, right = model(x)
+                left = left if how == "own rows" else session.gather(left)
+                loss = (left @ session.gather(right).T).logsumexp(1).sum()
+                session.backward(
+                    loss / len(left) if how == "mean" else loss, reduction="mean" if how == "mean" else "sum"
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+    return " ".join(told)
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "warns"), [("all", 2, True), ("all", 1, False), ("mean", 2, False), ("own rows", 2, False)]
+)
+def test_the_same_sum_of_every_rank_is_told(pool: RankPool, how: str, ranks: int, warns: bool) -> None:
+    assert ("gradients are 2 times too large" in pool.run(ranks, warned, how)[0]) == warns

@@ -318,7 +318,7 @@ class Session:
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
         loop, shares, progress = self.loop, self._passes.shares, self.world.progress
         if self._first_step is not None:
-            self._first_step.check_leaves(loss)
+            self._first_step.check_leaves(loss, is_sum=reduction == "sum" and weight is None)
             if weight is None:
                 self._first_step.look_at_mean(loss)
         if not self.prepared.exchange.parameters:
