@@ -28,7 +28,7 @@ from .record.result import RunResult
 from .runs.opened import OpenRun, open_run
 from .sessions.hooks import NO_HOOKS, Hooks
 from .sessions.session import Session
-from .training.optim import Average, gradient_norm, set_lr
+from .training.optim import gradient_norm, set_lr
 from .world.world import World
 
 
@@ -38,8 +38,6 @@ class Task(Protocol):
     batches: Iterable[Any]
     """This rank's shares of an epoch, as `Session.prepare` returns them."""
     optimizers: list[Optimizer]
-    average: Average | None
-    """The weights' moving average, if any."""
     lr: Callable[[int], float]
     """Learning rate at an optimizer step, counted from 0."""
 
@@ -115,5 +113,3 @@ def train_share(task: Task, session: Session, batch: Any, clip: float | None) ->
     for optimizer in task.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    if task.average is not None:
-        task.average.update()

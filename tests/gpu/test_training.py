@@ -118,7 +118,7 @@ def test_fp32_is_not_tf32_in_disguise(cuda: World) -> None:
         assert error("tf32") > 5 * error("fp32")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "lamb", "lars"])
 def test_a_first_step_whose_fp16_gradients_overflow_changes_nothing(cuda: World, optimizer: str) -> None:
     precision = Precision.of(PrecisionConfig(name="fp16"), cuda.device)
     model = torch.nn.Linear(1000, 1, bias=False).to(cuda.device)
@@ -203,6 +203,8 @@ def test_a_run_moves_between_gpu_and_cpu(cuda: World, tmp_path: Path, gpu_first:
         {"precision": "fp16"},
         {"precision": "fp16", "optimizer": "adamw", "lr": 1e-3},
         {"precision": "fp16", "optimizer": "muon", "lr": 1e-3},
+        {"precision": "fp16", "optimizer": "lamb", "lr": 1e-3},
+        {"precision": "fp16", "optimizer": "lars", "lr": 1.0},
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )

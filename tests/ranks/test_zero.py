@@ -86,6 +86,19 @@ def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
         assert same_bits(part, whole), ways
 
 
+@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), ("lars", 5.0)])
+def test_optimizers_for_large_batches_are_divided_and_resumed(
+    pool: RankPool, tmp_path: Path, name: str, lr: float
+) -> None:
+    values = VALUES | {"optimizer": name, "lr": lr, "weight_decay": 0.01}
+    whole = curve(pool, tmp_path / "ddp", 3, **values, strategy="ddp")
+    assert apart(whole, curve(pool, tmp_path / "alone", 1, **values)) < 1e-9
+    for steps in (4, 8):
+        options = values | {"strategy": "zero1", "max_steps": steps, "resume": "auto"}
+        part = curve(pool, tmp_path / "zero1", 3, **options)
+    assert same_bits(part, whole)
+
+
 def disagree(world: World, how: str) -> str:
     """Return the error of a loop in which rank 1 steps by another setting or gradient, "" if there is none."""
     session = loops.session(world, strategy="zero1", verify_every=1)

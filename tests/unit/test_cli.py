@@ -32,7 +32,7 @@ loss step metric label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last draws
 strategy devices gpus accelerator launcher nodes max-restarts init-method interface rank
 world-size timeout stall-timeout batchnorm shard-modules shard-size exchange collectives
-precision channels-last compile deterministic
+precision channels-last compile deterministic checkpoint-activations
 resume checkpoint-every
 output log-every quiet
 verify-every ledger

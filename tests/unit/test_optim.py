@@ -58,7 +58,7 @@ def test_short_runs_have_a_rate_too(schedule: str) -> None:
 def test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     frozen = model.get_parameter("0.weight").requires_grad_(False)
-    for name in ("sgd", "adamw", "muon"):
+    for name in ("lamb", "lars", "sgd", "adamw", "muon"):
         optimizers = optim.build(model, _config(optimizer=name, lr=0.5, weight_decay=0.25))
         groups = [group for each in optimizers for group in each.param_groups]
         held = [id(item) for group in groups for item in group["params"]]
@@ -77,11 +77,11 @@ def test_the_average_follows_the_weights_and_keeps_the_models_buffers() -> None:
     model = nn.Sequential(linear, norm)
     average = optim.Average(model, 0.9)
     expected = linear.weight.detach().clone()
-    for _ in range(3):
+    for step in range(1, 4):
         with torch.no_grad():
             linear.weight.add_(torch.randn(2, 3))
         model(torch.randn(4, 3))
-        average.update()
+        average.update(step)
         expected = 0.9 * expected + 0.1 * linear.weight.detach()
     torch.testing.assert_close(average.module.get_parameter("0.weight"), expected)
     assert torch.equal(average.module.get_buffer("1.running_mean"), norm.get_buffer("running_mean"))
@@ -113,9 +113,9 @@ class _Assigning(nn.Module):
 def test_the_average_has_buffers_that_forward_assigns_and_a_checkpoint_their_shapes() -> None:
     model = nn.Sequential(_Assigning())
     average = optim.Average(model, 0.9)
-    for _ in range(3):
+    for step in range(1, 4):
         model(torch.randn(4, 3))
-        average.update()
+        average.update(step)
     ours, theirs = dict(average.module.named_buffers()), dict(model.named_buffers())
     assert {name: buffer.tolist() for name, buffer in ours.items()} == {
         name: buffer.tolist() for name, buffer in theirs.items()

@@ -26,8 +26,8 @@ def test_the_public_names_are_these_and_each_one_says_what_it_is() -> None:
 def test_the_options_of_a_session_are_parameters_with_their_defaults() -> None:
     defaults = flatten(RunConfig(), OF_A_SESSION)
     *parameters, unknown = inspect.signature(lockstep.session).parameters.values()
-    signature = {each.name.replace("_", "-"): each.default for each in parameters}
-    assert {name: list(value) if isinstance(value, tuple) else value for name, value in signature.items()} == defaults
+    plain = {each.name: list(each.default) if each.default == () else each.default for each in parameters}
+    assert {name.replace("_", "-"): default for name, default in plain.items()} == defaults
     assert unknown.kind is inspect.Parameter.VAR_KEYWORD
     for each in parameters:
         assert f"\n    - `{each.name}`: " in (lockstep.session.__doc__ or "")

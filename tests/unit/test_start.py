@@ -239,7 +239,7 @@ def test_how_much_each_pattern_reached_is_told() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lamb", "lars"])
 def test_a_parameters_rate_is_the_schedules_times_its_factor(name: str) -> None:
     model = net()
     scales = ["classifier.weight=10", "classifier.*=3", "*.residual.*=0.1"]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "milestones": ("schedule", ("step", "multistep")),
     "gamma": ("schedule", ("step", "multistep")),
-    "momentum": ("optimizer", ("sgd", "muon")),
+    "momentum": ("optimizer", ("sgd", "muon", "lars")),
     "nesterov": ("optimizer", ("sgd", "muon")),
     "base-batch": ("lr-rule", ("linear", "sqrt")),
 }

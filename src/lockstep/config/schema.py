@@ -78,14 +78,14 @@ class DataConfig:
 class OptimConfig:
     """The optimizer, its learning rate, and the loss."""
 
-    name: Annotated[str, OneOf(("sgd", "adamw", "muon")), _key(name="optimizer")] = "sgd"
-    """sgd, adamw, or muon (AdamW for all but matrices)."""
+    name: Annotated[str, OneOf(("sgd", "adamw", "muon", "lamb", "lars")), _key(name="optimizer")] = "sgd"
+    """sgd, adamw, muon (AdamW for all but matrices); for large batches lamb, or lars (whose rates are above 1)."""
     lr: _Positive = 0.1  # Peak learning rate.
     lr_scale: Annotated[tuple[str, ...], _key(metavar="PATTERN=X …")] = ()
     """Learning-rate factors, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
-    momentum: _Share = 0.9  # Momentum of sgd and muon.
+    momentum: _Share = 0.9  # Momentum of sgd, muon and lars.
     nesterov: bool = False  # Nesterov's momentum.
-    weight_decay: _NotNegative = 1e-4  # Weight decay, decoupled for adamw and muon.
+    weight_decay: _NotNegative = 1e-4  # Weight decay; adamw, muon: decoupled; lamb, lars: not of vectors.
     schedule: Annotated[str, OneOf(("constant", "step", "multistep", "cosine", "onecycle"))] = "constant"
     """constant, step, multistep, cosine or onecycle."""
     milestones: Annotated[tuple[float, ...], _key(metavar="EPOCH …")] = ()
@@ -194,7 +194,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Precision, memory format, compilation."""
+    """Precision, memory, compilation."""
 
     name: Annotated[str, OneOf(("auto", "fp32", "tf32", "bf16", "fp16", "fp64")), _key(name="precision")] = "fp32"
     """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto: bf16 if the hardware supports it, else fp32,
@@ -202,6 +202,8 @@ class PrecisionConfig:
     channels_last: _Switch = "auto"  # Memory format: on, off; auto: on, except in fp64.
     compile: bool = False  # Use torch.compile, except for synchronised BatchNorm.
     deterministic: bool = False  # Use deterministic GPU algorithms only, also in dropout.
+    checkpoint_activations: _Words = ()
+    """Classes of modules, such as BasicBlock, whose activations are recomputed in the backward pass to save memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +284,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         "--on-device on": config.data.on_device == "on",
         "--eval-batch": batch.eval_batch is not None,
     }
+    if config.precision.checkpoint_activations and (config.precision.compile or parallel.drives_all):
+        other = "--compile" if config.precision.compile else f"--strategy {parallel.strategy}"
+        yield f"--checkpoint-activations cannot work with {other}; leave one of them out."
     if optim.step and any(idle.values()):
         flags = ", ".join(flag for flag, is_set in idle.items() if is_set)
         yield f"{flags}: without effect with --step, which calls the model as it is; leave that out."

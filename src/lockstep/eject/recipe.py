@@ -42,6 +42,7 @@ _REFUSED = {
     "shard-size": "groups of fsdp; torch has it as fully_shard over a mesh of two dimensions",
     "exchange": "gradients in 16 bits between the ranks; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
+    "checkpoint-activations": "recomputed activations; call torch.utils.checkpoint in the model",
 }
 """Options that have no plain form, with what they do."""
 _HONOURED = {
@@ -105,8 +106,8 @@ def _refusals(config: RunConfig, *, slurm: bool) -> Iterator[str]:
         if key not in _HONOURED | _WITHOUT_EFFECT:
             phrase = _REFUSED.get(key, "it")
             yield f"lockstep eject: --{key} has no plain form: {phrase}. Leave it out."
-    if config.optim.name == "muon":
-        yield "lockstep eject: --optimizer muon has no plain form, as it takes two optimizers; use sgd or adamw."
+    if config.optim.name not in ("sgd", "adamw"):
+        yield f"lockstep eject: --optimizer {config.optim.name} has no plain form; use sgd or adamw."
     if config.data.name == "fake" or ":" in config.data.name:
         yield (
             f"lockstep eject: --data {config.data.name} has no plain form; eject digits, cifar10, cifar100 or "

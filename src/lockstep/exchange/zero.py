@@ -55,7 +55,9 @@ class Zero1(AllReduce):
     def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Exchange.divide_state`."""
         for optimizer in optimizers:
-            if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"] or isinstance(optimizer, LBFGS):
+            package = type(optimizer).__module__.split(".")
+            is_known = package[:2] == ["torch", "optim"] or package[0] == __name__.partition(".")[0]
+            if not is_known or isinstance(optimizer, LBFGS):
                 raise RequestError(
                     f"--strategy zero1 cannot divide the state of {type(optimizer).__name__}: it takes torch.optim's "
                     "optimizers other than LBFGS, which treat each parameter alone; take --strategy ddp."

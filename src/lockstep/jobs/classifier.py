@@ -47,7 +47,7 @@ class Classifier:
         """Check the user's loss (*collective*)."""
         job.facts = describe_job(job)
         self.batches: Iterable[Any] = session.prepare(job)
-        self.optimizers, self.average, self.lr = job.optimizers, job.average, job.lr
+        self.optimizers, self.lr = job.optimizers, job.lr
         self._result: RunResult | None = None  # once the run has ended
         self._job, self._session = job, session
         self._scores: Scores | None = None  # of the last evaluation

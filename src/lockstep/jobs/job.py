@@ -31,6 +31,7 @@ from ..models import table as models_table
 from ..models import trial
 from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
+from ..nn.recompute import Recomputation
 from ..runs.prepared import Prepared, Source
 from ..training import losses, optim
 from ..training.losses import LossFunction
@@ -187,6 +188,9 @@ def assemble(
     batchnorm = _choose_batchnorm(config, method, model)
     if batchnorm == "sync":
         model = sync_batchnorm.convert(model, world)
+    recomputation = Recomputation(config.precision.checkpoint_activations, method.devices)
+    recomputation.attach(model)
+    recomputation.check()
     cautions = precision.cautions(model)
     model = precision.place(model, world.device)
     # A checkpoint has all weights; the file of --init-from may be gone.
@@ -202,9 +206,9 @@ def assemble(
     with torch.no_grad():
         world.broadcast([*model.parameters(), *model.buffers()])
     replica = replicas.replicate(model, method.devices, method.name)
-    average = None if config.optim.ema is None else Average(model, config.optim.ema)
+    averages = [] if config.optim.ema is None else [Average(model, config.optim.ema)]
     method.exchange.attach(model)
-    if average is not None:
+    for average in averages:
         method.exchange.shard(average.module)
     optimizers = optim.build(model, config.optim)
     # From here on the generators serve the model's own randomness alone, which differs between ranks.
@@ -214,8 +218,9 @@ def assemble(
         is_recipe=True,
         method=method,
         replica=replica,
-        average=average,
+        averages=averages,
         batchnorm=batchnorm,
+        recomputation=recomputation,
         plan=plan,
         data=data,
         lr=optim.rate(config, plan.global_size, steps),

@@ -40,8 +40,6 @@ _CONTRACT = (
 class OwnStep:
     """Training task of a user's step function (see `trainer.Task`)."""
 
-    average: optim.Average | None = None
-
     def __init__(self, config: RunConfig, session: Session) -> None:
         """Build data and model, and check the step (*collective*). Raises `RequestError`."""
         self.scores: dict[str, float] = {}  # of the last evaluation

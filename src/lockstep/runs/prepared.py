@@ -38,6 +38,7 @@ from ..errors import RequestError
 from ..exchange.base import Exchange
 from ..files import shown, understanding
 from ..nn import sync_batchnorm
+from ..nn.recompute import Recomputation
 from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.world import World
@@ -100,8 +101,9 @@ class Prepared:
     """Schedules and other user objects with `state_dict` and `load_state_dict`."""
     is_recipe: bool = False
     """Whether the optimizers' settings follow from the config and the step, as under `lockstep train`."""
-    average: Average | None = None
+    averages: list[Average] = field(default_factory=list)
     batchnorm: str = "none"
+    recomputation: Recomputation = field(default_factory=Recomputation)
     contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Digests of the user's data sets (see `data.source.Splits`)."""
     first_loader: Source | None = None
@@ -145,8 +147,9 @@ class Prepared:
 
     @property
     def groups(self) -> dict[str, nn.Module]:
-        """Models and average by the name of their group of tensors."""
-        return self.models if self.average is None else self.models | {"ema": self.average.module}
+        """Models and averages by the name of their group of tensors: ema, ema_2, …"""
+        modules = enumerate((average.module for average in self.averages), start=1)
+        return self.models | {"ema" if number == 1 else f"ema_{number}": module for number, module in modules}
 
     def begin(self) -> None:
         """Move optimizer states to their parameters.
@@ -154,6 +157,7 @@ class Prepared:
         Raises `RequestError` for a parameter of no model, or of two optimizers.
         """
         self.exchange.adopt(self.optimizers)
+        self.recomputation.check()
         names = {parameter: name for name, parameter in self._all.named_parameters()}
         exchanged = set(self.exchange.parameters)
         if added := [name for parameter, name in names.items() if parameter not in exchanged]:
@@ -322,7 +326,7 @@ class Prepared:
                 parameter.grad = laid_out_as(parameter, shard_as(parameter, gradients[name].to(parameter.device)))
 
     def load_weights(self, state: State) -> None:
-        """Load only the models and the average. Raises `RequestError` for tensors that do not fit."""
+        """Load only the models and averages. Raises `RequestError` for tensors that do not fit."""
         with understanding(state.origin or Path("the checkpoint")):
             for name, model in self.groups.items():
                 extra = unpack(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}

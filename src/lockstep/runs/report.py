@@ -32,6 +32,7 @@ def describe_start(loop: Loop) -> dict[str, Any]:
         "exchange": "" if world.size == 1 or config.parallel.exchange == "full" else config.parallel.exchange,
         "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
         "batchnorm": prepared.batchnorm,
+        "recomputed": counted(count, "module") if (count := prepared.recomputation.count) else "",
         "accumulate": 1 if source is None else source.plan.accumulation,
         "ledger": config.proof.ledger,
         "seed": str(config.seed),

@@ -82,6 +82,10 @@ class _Gather(torch.autograd.Function):
         return ctx.world.sum(gradient)[ctx.start : ctx.start + ctx.count], None
 
 
+GATHER = "_GatherBackward"
+"""Name of a gather's node in the graph of a loss."""
+
+
 def _least(dtype: torch.dtype) -> float:
     if dtype.is_floating_point:
         return -math.inf

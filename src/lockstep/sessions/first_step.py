@@ -20,6 +20,7 @@ from ..errors import RequestError
 from ..nn import sync_batchnorm
 from ..runs.prepared import Prepared
 from ..runs.restored import fingerprint
+from .collectives import GATHER
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
@@ -34,6 +35,7 @@ class FirstStep:
         self._buffers = {name: buffer.clone() for name, buffer in _buffers(prepared)}
         self._scaler: GradScaler | None = None  # that made the step, if any
         self._divisors: list[tuple[Tensor, int]] = []  # of means over labels: (divisor, labels)
+        self._sums: list[Tensor] = []  # losses of gathered rows by reduction="sum"
         owned = prepared.optimized
         self._unowned = {  # trainable parameters of no prepared optimizer, with their digests
             name: (parameter, int(digest([local(parameter)])))
@@ -47,8 +49,8 @@ class FirstStep:
         source = prepared.source
         self._is_shared = prepared.world.size > 1 or (source is not None and source.plan.accumulation > 1)
 
-    def check_leaves(self, loss: Tensor) -> None:
-        """Note which parameters the loss depends on.
+    def check_leaves(self, loss: Tensor, *, is_sum: bool = False) -> None:
+        """Note which parameters the loss depends on, and a sum of gathered rows.
 
         Raises `RequestError` for one of a model that is not prepared if several shares make up a batch.
         """
@@ -59,6 +61,8 @@ class FirstStep:
             if node is None or node in seen:
                 continue
             seen.add(node)
+            if is_sum and node.name() == GATHER:
+                self._sums, is_sum = [*self._sums, loss.detach()], False
             nodes.extend(following for following, _ in node.next_functions)
             leaf: Any = getattr(node, "variable", None)
             if not isinstance(leaf, nn.Parameter) or not leaf.requires_grad:
@@ -126,6 +130,12 @@ class FirstStep:
             sentences.append(
                 "the loss leaves out ignored labels, or weighs classes, and session.backward was given no weight: say "
                 "what the mean is over, as in session.backward(loss, weight=(y != -100).sum())"
+            )
+        by_rank = world.gather([float(total) for total in self._sums])
+        if world.size > 1 and any(totals == by_rank[0] for totals in by_rank[1:] if any(totals)):
+            sentences.append(
+                'every rank gives the same sum over gathered rows with reduction="sum", which adds up the ranks: '
+                f"gradients are {world.size} times too large; give their mean, without reduction="
             )
         stepped = [
             name

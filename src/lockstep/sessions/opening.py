@@ -40,6 +40,7 @@ def session(
     exchange: Literal["full", "bf16", "fp16"] = "full",
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
     deterministic: bool = False,
+    checkpoint_activations: Sequence[str] = (),
     timeout: float = 60.0,
     stall_timeout: float = 600.0,
     collectives: Literal["auto", "gloo", "shared-memory"] = "auto",
@@ -73,6 +74,8 @@ def session(
     - `exchange`: "bf16" and "fp16" round the gradients that ranks send: half of the bytes, and other numbers.
     - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
     - `deterministic`: use only algorithms with reproducible bits.
+    - `checkpoint_activations`: class names, or shell patterns of them, of modules whose activations are recomputed in
+      the backward pass, to save memory; the bits stay the same.
     - `timeout`: seconds to wait for all ranks at the start.
     - `stall_timeout`: seconds without progress on any rank until all ranks end.
     - `collectives`: transport of CPU tensors between ranks; "auto" uses shared memory among ranks of one host.

@@ -15,10 +15,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from .. import _torch
+from ..checkpoint.shards import is_shard
 from ..errors import RequestError
 from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
 from ..runs.prepared import Prepared, Source
+from ..training.optim import Average
 from . import parts
 from .passes import Passes
 from .stepper import Stepper
@@ -51,6 +53,8 @@ class Preparation:
                 if prepared.batchnorm == "sync":
                     sync_batchnorm.convert(part, prepared.world)
                     self._resources.callback(sync_batchnorm.restore, part)
+            for attached in prepared.recomputation.attach(part):
+                self._resources.callback(attached.remove)
             number = len(prepared.models) + 1
             part = parts.place(part, prepared.world, prepared.precision, self._resources)
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
@@ -89,6 +93,27 @@ class Preparation:
                 f"load_state_dict; found a {type(part).__name__}."
             )
         return part
+
+    def average(self, model: nn.Module, decay: float | None, start: int, every: int, *, has_begun: bool) -> nn.Module:
+        """Return a model's average. See `Session.average`."""
+        original = _torch.inner(model)
+        if has_begun or original not in self._prepared.models.values():
+            raise RequestError(
+                "session.average takes a model that session.prepare has returned, and has to be called before the loop."
+            )
+        are_whole = isinstance(start, int) and isinstance(every, int)
+        if not (are_whole and (decay is None or 0 < decay < 1) and start >= 0 and every >= 1):
+            raise RequestError(
+                "session.average takes a decay between 0 and 1 or none, and whole numbers of steps, start= from 0 and "
+                f"every= from 1; found decay={decay}, start={start}, every={every}."
+            )
+        if any(map(is_shard, original.parameters())):
+            raise RequestError(
+                "session.average copies a model, and --strategy fsdp has divided this one; take --strategy zero1, or "
+                "average its parameters yourself."
+            )
+        self._prepared.averages.append(Average(original, decay, start=start, every=every))
+        return self._prepared.averages[-1].module
 
     def _take_optimizers(self, outer: Optimizer) -> None:
         """Add an optimizer, and the optimizers that it wraps and steps."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..checkpoint.shards import whole
@@ -31,6 +31,7 @@ from ..exchange.base import Header
 from ..exchange.batch import check_loss, on_device
 from ..exchange.method import exchange_of
 from ..files import shown, understanding
+from ..nn.recompute import Recomputation
 from ..record.telemetry import SAMPLED
 from ..runs.loop import Loop, plain
 from ..runs.opened import OpenRun
@@ -79,7 +80,8 @@ class Session:
         self._resources = contextlib.ExitStack()
         opened = self._resources.enter_context(run)
         self.prepared = prepared or Prepared(
-            opened.config, world, self.precision, exchange=exchange_of(world, opened.config.parallel)
+            *(opened.config, world, self.precision, exchange_of(world, opened.config.parallel)),
+            recomputation=Recomputation(opened.config.precision.checkpoint_activations, [world.device]),
         )
         self._resources.callback(self.prepared.exchange.close)
         self._hooks = hooks
@@ -181,6 +183,16 @@ class Session:
             self._hooks.prepared(part)
         return ready[0] if len(ready) == 1 else ready
 
+    def average(self, model: nn.Module, *, decay: float | None = None, start: int = 0, every: int = 1) -> nn.Module:
+        """Return an average of a prepared model's weights, a copy that each optimizer step updates.
+
+        Its points are the weights after steps `start`, `start` + `every`, …: with a `decay`, an exponential moving
+        average of them, else their mean, as in SWA. Until `start` it has the model's weights, and always the model's
+        buffers, such as BatchNorm's running statistics. It is in evaluation mode. Checkpoints include it. Raises
+        `RequestError` for other models or numbers, and after the loop has begun.
+        """
+        return self._preparation.average(model, decay, start, every, has_begun=self.loop.has_begun)
+
     def _begin(self, epochs: int | None) -> None:
         """Begin the loop (*collective*)."""
         source = self.prepared.source
@@ -261,6 +273,8 @@ class Session:
     def _end_step(self, saves: bool) -> None:
         """End a step: report the first one's findings, compare the ranks' generators (*collective*)."""
         loop = self.loop
+        for average in self.prepared.averages:
+            average.update(loop.position.step)
         first, self._first_step = self._first_step, None
         if first is not None:
             self._passes.compare()
@@ -307,7 +321,7 @@ class Session:
             raise RequestError(f"session.backward takes reduction='mean' or 'sum', found {reduction!r}.")
         loop, shares, progress = self.loop, self._passes.shares, self.world.progress
         if self._first_step is not None:
-            self._first_step.check_leaves(loss)
+            self._first_step.check_leaves(loss, is_sum=reduction == "sum" and weight is None)
             if weight is None:
                 self._first_step.look_at_mean(loss)
         if not self.prepared.exchange.parameters:
@@ -410,7 +424,8 @@ class Session:
         """Gather a value of each rank in rank order (*collective*).
 
         Concatenates tensors (n, …), whose n may differ between ranks. Sums their gradients over the ranks, so that a
-        loss over all gathered rows, such as a contrastive loss, has the gradient of one device. Concatenates lists too;
+        contrastive loss has the gradients of one device, by `session.backward(loss)`: as a mean over all gathered rows,
+        the same on every rank, or over this rank's rows against the gathered ones. Concatenates lists too;
         returns a list of all ranks' values for any other value. Lists and values may have numbers, texts, lists and
         dicts; raises `RequestError` for others.
         """

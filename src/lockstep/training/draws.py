@@ -36,6 +36,7 @@ from .mixing import Permutations
 from .random_operators import Draw, place_of, user_line
 
 _PURPOSE = 9  # no other seeds of a run have this number
+_MOST_AHEAD = 64  # micro-batches that a loop may read ahead and whose joined blocks are kept
 _RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _ATTENTION: set[Any] = {functional.multi_head_attention_forward, functional.scaled_dot_product_attention}
 _SPECIAL = _RECURRENT | _ATTENTION | {torch.randperm}
@@ -59,7 +60,7 @@ class GlobalDraws:
         self._permutations = Permutations(world)
         self._call: tuple[Any, tuple[Any, ...]] = (None, ())  # the torch function that is running, and its arguments
         self._stated: tuple[int | None] | None = None  # the samples' dimension, by `along`
-        self._joined: set[tuple[int, ...]] = set()  # blocks of tensors joined in this micro-batch
+        self._joined: dict[int, set[tuple[int, ...]]] = {}  # blocks of tensors joined in the last micro-batches
         self._seen_readings: set[tuple[Any, ...]] = set()  # layouts of earlier draws
         self._generators: dict[int, torch.Generator] = {}  # the user's, used in this micro-batch
         self.first = ""
@@ -90,7 +91,9 @@ class GlobalDraws:
                     mode.__enter__()  # type: ignore[no-untyped-call]
         self._number = number
         self._permutations.clear()
-        self._joined.clear()
+        self._joined[number] = self._joined.get(number, set()) if visit else set()  # a checkpoint may draw again
+        if len(self._joined) > _MOST_AHEAD:
+            del self._joined[next(iter(self._joined))]
         self._generators.clear()
         self._share = Share(start, size, total)
         seed_all(_PURPOSE, self._seed, number, *filter(None, [visit]), devices=devices)
@@ -244,7 +247,7 @@ class GlobalDraws:
 
     def _blocks(self, rows_per_sample: int) -> tuple[int, ...]:
         """Return the blocks of a dimension: those of joined tensors, or one."""
-        fitting = [blocks for blocks in self._joined if not rows_per_sample % sum(blocks)]
+        fitting = [blocks for blocks in self._joined[self._number] if not rows_per_sample % sum(blocks)]
         blocks = max(fitting, key=sum, default=(1,))
         return tuple(k * rows_per_sample // sum(blocks) for k in blocks)
 
@@ -252,7 +255,7 @@ class GlobalDraws:
         """Note tensors that are joined along their samples."""
         rows = self._share.rows
         if not dimension and len(tensors) > 1 and all(t.dim() and len(t) and not len(t) % rows for t in tensors):
-            self._joined.add(tuple(len(tensor) // rows for tensor in tensors))
+            self._joined[self._number].add(tuple(len(tensor) // rows for tensor in tensors))
 
 
 class _Operators(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from .. import _torch
 from ..checkpoint.state import matching, set_buffer
 from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
+from .layerwise import Lamb, Lars
 
 _SCALE = "lr_scale"  # a parameter group's factor on the learning rate, stored in the group
 Schedule = Callable[[int], float]
@@ -28,14 +29,20 @@ Schedule = Callable[[int], float]
 
 
 class Average:
-    """Exponential moving average of a model's weights, from their initial values. Buffers are copied from the model."""
+    """Average of a model's weights over optimizer steps. Buffers are those of the model after the last step.
+
+    Its points are the weights after steps `start`, `start` + `every`, …; step 0 has the initial weights, and until
+    `start` the average is the model. With a `decay` it is an exponential moving average of the points, else their mean,
+    as in stochastic weight averaging (Izmailov et al. 2018, arXiv 1803.05407).
+    """
 
     # torch's AveragedModel reads its counter at each update: the host would wait for the GPU.
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float | None, *, start: int = 0, every: int = 1) -> None:
         # Copies share process groups, such as those of torch's SyncBatchNorm, which cannot be copied.
         groups = (getattr(module, "process_group", None) for module in model.modules())
-        self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False)
-        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self.module = copy.deepcopy(model, {id(group): group for group in groups}).requires_grad_(False).eval()
+        self._average: Any = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._start, self._every = start, every
         self._model = model
 
     @functools.cached_property
@@ -44,9 +51,13 @@ class Average:
         return list(self.module.parameters()), list(self._model.parameters())
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the average with the model's weights after a step."""
-        self._average(*self._weights, 0)
+    def update(self, step: int) -> None:
+        """Update the average with the model's weights after optimizer step `step`, counted from 1."""
+        points, rest = divmod(step - self._start, self._every)  # a function of the step: nothing else is to be saved
+        if step <= self._start:
+            _torch.foreach_copy_(*self._weights)
+        elif not rest:
+            self._average(*self._weights, points)
         # By name: a forward pass may replace a buffer, in another shape, or register one.
         averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
         for name, buffer in buffers.items():
@@ -93,6 +104,10 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         for parameter in parameters if config.momentum else ():
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         optimizers.append(sgd)
+    elif config.name == "lars":
+        optimizers.append(Lars(group_by_factor(parameters), **common, momentum=config.momentum))
+    elif config.name == "lamb":
+        optimizers.append(Lamb(group_by_factor(parameters), **common))
     elif adamw_parameters:
         optimizers.append(torch.optim.AdamW(group_by_factor(adamw_parameters), **common, fused=True))
     return optimizers

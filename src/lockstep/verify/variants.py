@@ -139,6 +139,8 @@ def _obstacle(setup: Setup, facts: ReferenceFacts, way: _Way, parts: int, first_
     parallel, replicas = setup.config.parallel, 1 if way.has_ranks else way.devices  # in one process
     if facts.has_statistics and replicas > 1 and parallel.strategy == parallel.batchnorm == "auto":
         return f"each of {replicas} replicas takes its own batch statistics: by design not one device's model"
+    if setup.config.precision.checkpoint_activations and replicas > 1:
+        return "--checkpoint-activations takes one device per process"
     if not facts.batch and parts > facts.accumulation:
         return "the loop has no DataLoader whose batches could be cut"
     if 0 < facts.batch < parts * way.devices:

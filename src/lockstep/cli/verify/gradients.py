@@ -65,7 +65,8 @@ def main(words: list[str]) -> int:
     tolerance = options.get("--tolerance", TOLERANCES.get(config.precision.name, TOLERANCE))
     if is_loop:
         return curve.judge(setup, tolerance)
-    names = strategies(config.parallel.strategy)
+    recomputes = bool(config.precision.checkpoint_activations)  # on one device per process
+    names = [name for name in strategies(config.parallel.strategy) if not (recomputes and KINDS[name].drives_all)]
     launch_plan = _plan(config, names)
     report = start.run(functools.partial(_entry, names=names, tolerance=tolerance, step=step), launch_plan)
     if report is None:
