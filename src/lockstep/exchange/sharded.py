@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
+from torch.optim import LBFGS, Adafactor, Adam, Muon, Optimizer, SparseAdam
 
 from .. import _torch
 from ..checkpoint.shards import is_shard, local, shard_as
@@ -34,7 +34,8 @@ from .allreduce import AllReduce
 from .base import MOST_PARTS, Part, Pass
 from .blocks import check_divisible, find_blocks, with_forward
 
-_NOT_BY_ELEMENT = (Adafactor, LBFGS, SparseAdam)
+_NOT_BY_ELEMENT = (Adafactor, LBFGS, Muon, SparseAdam)
+"""Optimizers that take rows or whole matrices; of shards, Muon's bfloat16 products also round otherwise."""
 
 
 class FullyShard(AllReduce):
