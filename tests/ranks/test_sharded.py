@@ -108,15 +108,45 @@ def test_a_loop_has_the_weights_of_one_process(pool: RankPool, accumulate: int) 
 
 def test_checkpoints_continue_under_every_strategy(pool: RankPool, tmp_path: Path) -> None:
     whole_run = curve(pool, tmp_path / "single", 1, **VALUES)
+    ranks = {"ddp": 2, "fsdp": 3, "zero1": 4, "single": 1}
     for ways in (["fsdp"], ["ddp", "fsdp", "zero1", "single"], ["fsdp", "fsdp"]):
         for number, strategy in enumerate(ways, start=1):
             steps = VALUES["max_steps"] * number // len(ways)
             options = VALUES | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
-            part = curve(pool, tmp_path / "-".join(ways), 1 if strategy == "single" else 3, **options)
+            part = curve(pool, tmp_path / "-".join(ways), ranks[strategy], **options)
         if len(ways) == 1:
             divided = part
         assert apart((whole_run[0] | part[0], part[1]), whole_run) < 1e-9, ways
     assert same_bits(part, divided)
+
+
+def two_parts(world: World, strategy: str) -> dict[str, Tensor]:
+    """Return the whole weights after two optimizers, one of which gets a further group after the first epoch."""
+    session = loops.session(world, strategy=strategy, **({"shard_modules": ("Linear",)} if strategy == "fsdp" else {}))
+    first, second = nn.Sequential(nn.Linear(8, 12), nn.Tanh()), nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 2))
+    first, second = session.prepare(first, second)
+    optimizers = torch.optim.AdamW(first.parameters(), lr=0.01), torch.optim.SGD(second[0].parameters(), 0.1, 0.9)
+    x = torch.randn(41, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 10, shuffle=True)
+    *_, loader = session.prepare(*optimizers, loader)
+    with session:
+        for epoch in session.epochs(2):
+            if epoch:
+                optimizers[1].add_param_group({"params": [*second[1].parameters()], "lr": 0.05})
+            for x, y in loader:
+                session.backward(nn.functional.cross_entropy(second(first(x)), y))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return {name: whole(tensor).clone() for part in (first, second) for name, tensor in part.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_several_optimizers_and_a_later_group_have_the_weights_of_one_process(pool: RankPool, strategy: str) -> None:
+    (expected,) = pool.run(1, two_parts, "auto")
+    for weights in pool.run(3, two_parts, strategy):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-9)
 
 
 def refused(world: World, what: str) -> str:

@@ -50,6 +50,10 @@ class FullyShard(AllReduce):
 
         Raises `RequestError` unless `shard_size` divides the ranks into equal groups of two or more.
         """
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise RequestError(
+                f"--strategy fsdp needs a newer torch than {torch.__version__}: it cannot sum unused layers."
+            )
         super().__init__(world)
         self._patterns, self._shard_size = blocks, shard_size or world.size
         if world.size % self._shard_size or self._shard_size == 1:
