@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config b6d1a03a0e4d:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config b2aae3d0ea9f:
     lockstep eject cifar10-pyramidnet --strategy dp --devices 2
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config a7b95664e558:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config e37df7e59eba:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --launcher spawn
 
 Not carried over:

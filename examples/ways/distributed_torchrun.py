@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config c2d3359869b4:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config f79d0ffa5785:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 79adf5e838e3:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 8d38eabd3a79:
     lockstep eject cifar10-pyramidnet --strategy single
 
 Not carried over:

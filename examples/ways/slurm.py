@@ -2,7 +2,7 @@
 
     srun --ntasks N python train.py  # in a job
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 36c624c365f1:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 66b95e94ec44:
     lockstep eject cifar10-pyramidnet --strategy ddp --slurm
 
 Not carried over:

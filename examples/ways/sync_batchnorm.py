@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 0267faf2fb21:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config b4ba2344a2c4:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --accelerator cuda
 
 Not carried over:

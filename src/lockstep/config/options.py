@@ -35,7 +35,8 @@ IDENTITY = (
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 OF_A_SESSION = (
     *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
-    *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "exchange", "precision", "deterministic"),
+    *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "exchange", "exchange-every"),
+    *("powersgd-rank", "powersgd-start", "precision", "deterministic"),
     *("timeout", "stall-timeout", "collectives"),
 )
 """The options of `lockstep train` that a session takes; on all else the script decides."""

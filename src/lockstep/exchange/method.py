@@ -12,7 +12,10 @@ from ..config.schema import ParallelConfig
 from ..errors import RequestError
 from ..world.world import World
 from .base import Exchange
-from .compress import WIRES
+from .compress import WIRES, Codec, Rounding
+from .powersgd import PowerSGD
+
+_RANK, _EVERY = 4, 100  # of powersgd, as in the paper's larger experiments; of local-sgd and diloco
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Method:
     @property
     def can_sync_batchnorm(self) -> bool:
         """Whether batch statistics can be those of the global micro-batch."""
-        return not registry.KINDS[self.name].drives_all
+        return not (registry.KINDS[self.name].drives_all or self.exchange.is_rare)
 
 
 def build(config: ParallelConfig, world: World) -> Method:
@@ -50,10 +53,23 @@ def build(config: ParallelConfig, world: World) -> Method:
 
 
 def exchange_of(world: World, config: ParallelConfig) -> Exchange:
-    """Return the strategy's exchange; the base class for a single rank, and for imagined ranks."""
+    """Return the strategy's exchange; the base class for a single rank, and for imagined ranks.
+
+    Raises `RequestError` for an exchange that makes another model of a single rank.
+    """
+    name = config.exchange
     if world.group is None:
+        if name in registry.RARE and not world.is_imagined:
+            raise RequestError(f"--exchange {name} needs several ranks, and this is the only one; leave it out.")
         return Exchange(world)
-    module, _, kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)].exchange.partition(":")
-    options = {"wire": WIRES[config.exchange]} if config.exchange in WIRES else {}
-    exchange: Exchange = getattr(import_module(module, __package__), kind)(world, **options)
-    return exchange
+    kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)]
+    module, _, exchange = registry.RARE.get(name, kind.exchange).partition(":")
+    options: dict[str, int | Codec] = {}
+    if name in WIRES:
+        options = {"codec": Rounding(WIRES[name])}
+    elif name == "powersgd":
+        options = {"codec": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
+    elif name in registry.RARE:
+        options = {"every": config.exchange_every or _EVERY}
+    made: Exchange = getattr(import_module(module, __package__), exchange)(world, **options)
+    return made

@@ -34,7 +34,10 @@ def session(
     draws: Literal["rank", "global"] = "rank",
     batchnorm: Literal["auto", "sync", "local"] = "auto",
     strategy: Literal["auto", "ddp", "zero1"] = "auto",
-    exchange: Literal["full", "bf16", "fp16"] = "full",
+    exchange: Literal["full", "bf16", "fp16", "powersgd", "local-sgd", "diloco"] = "full",
+    exchange_every: int | None = None,
+    powersgd_rank: int | None = None,
+    powersgd_start: int | None = None,
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
     deterministic: bool = False,
     timeout: float = 60.0,
@@ -63,7 +66,12 @@ def session(
     - `batchnorm`: statistics of the global micro-batch ("sync", the choice of "auto"), or of each rank's share
       ("local").
     - `strategy`: "zero1" divides the optimizers' state among the ranks; "auto" and "ddp" give it to each of them.
-    - `exchange`: "bf16" and "fp16" round the gradients that ranks send: half of the bytes, and other numbers.
+    - `exchange`: "bf16" and "fp16" round the gradients that ranks send, "powersgd" sends matrices of low rank; with
+      "local-sgd" and "diloco", ranks step by their own gradients, and exchange weights every few steps. All but "full"
+      train another model.
+    - `exchange_every`: optimizer steps between two exchanges of weights. Default: 100.
+    - `powersgd_rank`: rank of the matrices. Default: 4.
+    - `powersgd_start`: optimizer steps with full gradients before powersgd begins. Default: 0.
     - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
     - `deterministic`: use only algorithms with reproducible bits.
     - `timeout`: seconds to wait for all ranks at the start.

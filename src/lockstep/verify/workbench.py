@@ -124,7 +124,10 @@ class Workbench:
         """Return the job of a strategy; assemble it at the first call."""
         if strategy not in self._jobs:
             parallel, kind = self.config.parallel, KINDS[strategy]
-            overrides: dict[str, Any] = {} if kind.has_ranks else {"devices": None, "batchnorm": "auto"}
+            overrides: dict[str, Any] = {"powersgd_start": None}
+            if not kind.has_ranks:
+                overrides |= {"devices": None, "batchnorm": "auto", "exchange": "full"}
+                overrides |= {"exchange_every": None, "powersgd_rank": None}
             if kind.drives_all and not kind.has_ranks:
                 overrides["devices"] = parallel.devices or self.world.size
             # Each case has its own micro-batches.
@@ -200,8 +203,9 @@ class Workbench:
         with switched_off(job.model, off, job.method.devices), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
             if isinstance(exchange := job.exchange, AllReduce) and "exchange" in off:
-                stack.callback(setattr, exchange, "wire", exchange.wire)
-                exchange.wire = None
+                stack.callback(setattr, exchange, "is_plain", False)
+                exchange.is_plain = True
+            exchange.load_state({})  # each batch is a first one
             if seed is not None:
                 seed_all(seed)
             elif self.config.batch.draws == "global" and case.accumulation == 1:
