@@ -173,6 +173,7 @@ def misled(world: World, how: str) -> str:
         with session:
             for _ in session.epochs(1):
                 for x, y in loader:
+                    model[1].requires_grad_(how != "frozen" or not world.rank)
                     layer = model[world.rank if how == "parameters" else 0]
                     session.backward(nn.functional.cross_entropy(layer(x), y))
                     if how == "setting":
@@ -186,6 +187,7 @@ def misled(world: World, how: str) -> str:
 
 def test_ranks_with_other_settings_or_parameters_are_found(pool: RankPool) -> None:
     assert all("after step 2" in text and "optimizer/settings" in text for text in pool.run(2, misled, "setting"))
+    assert all("with the trainable parameters" in text for text in pool.run(2, misled, "frozen"))
     for text in pool.run(2, misled, "parameters"):
         assert text.startswith("At step 2, not all ranks have optimizer/0.bias/exp_avg")
         assert text.endswith("with --exchange diloco, each rank has to train the same parameters.")
@@ -235,7 +237,7 @@ def test_only_diloco_continues_diloco_and_local_sgd_is_anyones(pool: RankPool, t
         options |= {
             "exchange": "full",
             "exchange_every": None,
-            "output": tmp_path / "other",
+            "output": tmp_path / f"after {exchange}",
             "resume": str(tmp_path / exchange),
         }
         (said,) = {*pool.run(RANKS, continued, options)}
@@ -260,3 +262,89 @@ def test_one_rank_is_refused(tmp_path: Path) -> None:
     ended = command(tmp_path, "train", "digits", "--exchange", "diloco", "--devices", 1, "--accelerator", "cpu")
     assert ended.code == 2
     assert "--exchange diloco needs several ranks" in ended.err
+
+
+def _drop_odd(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    kept = [row for row in rows if int(row[1]) % 2 == 0] or rows[:1]
+    return torch.stack([x for x, _ in kept]), torch.stack([y for _, y in kept])
+
+
+def own_gradients(world: World, how: str) -> list[tuple[float, float]]:
+    """Return this rank's gradient after each batch, and that of the mean over its share."""
+    session = loops.session(world, exchange="local-sgd", exchange_every=1)
+    weight = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    x, y = torch.arange(1.0, 14.0).double()[:, None], torch.arange(13)
+    collate: Any = _drop_odd if how == "dropped" else None
+    weight, optimizer, loader = session.prepare(
+        weight, optimizer, DataLoader(TensorDataset(x, y), 5, collate_fn=collate)
+    )
+    pairs = []
+    with session:
+        for _ in session.epochs(1):
+            for x, y in loader:
+                out, size = weight(x).flatten(), session.samples
+                expected = x.mean() if size else torch.zeros(())
+                if how == "weight":
+                    tokens = (y + 1) * (size > 0)
+                    session.backward((out * tokens).sum() / max(1, int(tokens.sum())), weight=int(tokens.sum()))
+                    expected = (x[:, 0] * tokens).sum() / max(1, int(tokens.sum()))
+                elif how == "sum":
+                    session.backward(out.sum(), reduction="sum")
+                    expected = expected * session.sum(size)
+                else:
+                    session.backward(out.mean())
+                pairs.append((weight.weight.grad.item(), float(expected)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return pairs
+
+
+@pytest.mark.parametrize("how", ["mean", "weight", "sum", "dropped"])
+def test_a_gradient_is_of_the_mean_over_a_ranks_own_share(pool: RankPool, how: str) -> None:
+    for pairs in pool.run(4, own_gradients, how):
+        assert len(pairs) == 3
+        assert pairs == [(pytest.approx(expected, rel=1e-12), expected) for _, expected in pairs]
+
+
+def scored(world: World, folder: Path) -> tuple[list[float], int]:
+    """Return how far the ranks are apart before and after evaluations, and the step of the best weights."""
+    session = loops.session(world, exchange="diloco", exchange_every=50, output=folder)
+    model = net()
+    optimizer = optimize(model, "SGD")
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(TensorDataset(*data()), BATCH))
+    apart = []
+    with session:
+        for _ in session.epochs(2):
+            for x, y in loader:
+                session.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                if session.step == 2:
+                    apart.append(_spread(world, model))
+                    for _ in session.evaluating(DataLoader(TensorDataset(*data()), BATCH)):
+                        pass
+                    apart.append(_spread(world, model))
+                    session.score(1.0)
+            apart.append(_spread(world, model))
+    return apart, checkpoint.load(folder / "checkpoints" / "best").meta["step"]
+
+
+def _spread(world: World, model: nn.Module) -> float:
+    ranks = world.stack(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return float((ranks - ranks[0]).abs().max())
+
+
+def test_evaluations_and_scores_are_of_one_model(pool: RankPool, tmp_path: Path) -> None:
+    for (before, within, *ends), best_at in pool.run(2, scored, tmp_path / "run"):
+        assert before > 1e-3
+        assert [within, *ends] == [0.0] * 3
+        assert best_at == 2
+
+
+def test_an_end_between_two_exchanges_is_told(pool: RankPool, tmp_path: Path) -> None:
+    for steps, is_told in ((6, True), (7, False)):
+        options = {"exchange": "local-sgd", "exchange_every": 3, "max_steps": steps, "output": tmp_path / f"{steps}"}
+        pool.run(2, learn, "SGD", 1000, options)
+        text = (tmp_path / f"{steps}" / "steps.jsonl").read_text()
+        assert ("Max_steps has ended the run between two exchanges" in text) == is_told

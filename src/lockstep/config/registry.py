@@ -37,8 +37,8 @@ KINDS = {
     "zero1": Kind(".zero:Zero1", _ZERO1, True, False, True),
     "hybrid": Kind(".allreduce:AllReduce", _HYBRID, True, True),
 }
-RARE = {"local-sgd": ".rare:LocalSGD", "diloco": ".rare:DiLoCo"}
-"""Exchanges of weights every few steps, in place of gradients: module:class, as in `Kind.exchange`."""
+RARE = {"local-sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
+"""Exchanges of weights every few steps: the outer step's learning rate and momentum; diloco's of its section 3.1."""
 UNSCALED = ("powersgd", *RARE)
 """Exchanges that need each step's gradients in one scale on all ranks, so none of fp16's loss scaling."""
 EXCHANGES = ("full", "bf16", "fp16", *UNSCALED)

@@ -27,7 +27,8 @@ from ..errors import RequestError
 from ..world.world import World, new_group
 from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
-from .compress import Codec, Pending
+from .compress import CompressedSum
+from .powersgd import LowRankSum, PowerSGD
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
@@ -53,15 +54,23 @@ class _Plan:
 class AllReduce(Exchange):
     """Exchange among several ranks."""
 
-    def __init__(self, world: World, *, overlap: bool = True, codec: Codec | None = None) -> None:
-        """`codec` sums the buckets; None for an all-reduce."""
+    def __init__(
+        self,
+        world: World,
+        *,
+        overlap: bool = True,
+        wire: torch.dtype | None = None,
+        low_rank: PowerSGD | None = None,
+    ) -> None:
+        """`wire` is the type in which gradients travel (see `CompressedSum`), `low_rank` compresses matrices.
+
+        None for gradients as they are.
+        """
         super().__init__(world)
-        self.is_plain = False
-        """Whether gradients are summed as they are, to compare with what the exchange does."""
-        self._codec = codec
-        if codec is not None:
-            self.has_state, self.settings = codec.has_state, codec.settings
-        is_shared = world.memory is not None and world.device.type == "cpu" and codec is None
+        self._wire, self._low_rank = wire, low_rank
+        if low_rank is not None:
+            self.has_state, self.settings = True, low_rank.settings
+        is_shared = world.memory is not None and world.device.type == "cpu" and not (wire or low_rank)
         self._memory = world.memory if is_shared else None
         self._overlap = overlap and not is_shared
         self._group: dist.ProcessGroup | None = None
@@ -77,7 +86,7 @@ class AllReduce(Exchange):
         self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
         # State of the current backward pass:
         self._pass: Pass | None = None
-        self._works: dict[int, dist.Work | Pending | None] = {}  # by bucket, once it has left
+        self._works: dict[int, dist.Work | CompressedSum | LowRankSum | None] = {}  # by bucket, once it has left
         self._queue: list[int] = []  # buckets that leave early, in order
         self._missing: list[int] = []  # gradients that each bucket waits for; below 0: it leaves after the pass
         self._counts: list[int] = []  # gradients that each parameter received
@@ -112,10 +121,7 @@ class AllReduce(Exchange):
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
         self._lay_out()
-        part = backward_pass.part
-        # Ranks that train different parameters have different buckets, whose sums would mix gradients.
-        pass_header = backward_pass.header
-        pass_header = pass_header._replace(part=pass_header.part + MOST_PARTS * self._trained_checksum)
+        part, pass_header = backward_pass.part, self._header(backward_pass)
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
@@ -138,6 +144,11 @@ class AllReduce(Exchange):
         header = header or self._start_header(pass_header, backward_pass.weight)
         return self._finish(part, plan, header)
 
+    def _header(self, backward_pass: Pass) -> Header:
+        """Return the header of a pass. Ranks that train different parameters would mix their gradients."""
+        header = backward_pass.header
+        return header._replace(part=header.part + MOST_PARTS * self._trained_checksum)
+
     def divide(self, part: Part, divisor: Tensor) -> None:
         """See `Exchange.divide`."""
         for flat in part.flats:
@@ -147,12 +158,12 @@ class AllReduce(Exchange):
 
     def state(self) -> dict[str, Tensor]:
         """See `Exchange.state`."""
-        return {} if self._codec is None else self._codec.state(self.names())
+        return {} if self._low_rank is None else self._low_rank.state(self.names())
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Exchange.load_state`."""
-        if self._codec is not None:
-            self._codec.load_state(tensors, self.names())
+        if self._low_rank is not None:
+            self._low_rank.load_state(tensors, self.names())
 
     def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather all ranks' (kind, number, part, asks, weight): (ranks, 5), float64."""
@@ -195,8 +206,8 @@ class AllReduce(Exchange):
         if (layout := self._layouts.get(bytes(trained))) is not None:  # a loop that freezes and thaws in each step
             self._buckets, self._place, self._plans = layout
             return
-        if self._codec is not None and not self._layouts:
-            self._codec.check([parameter for parameter in self.parameters if parameter.requires_grad])
+        if self._low_rank is not None and not self._layouts:
+            self._low_rank.check([parameter for parameter in self.parameters if parameter.requires_grad])
         while len(self._layouts) >= _MOST_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
         numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
@@ -261,8 +272,10 @@ class AllReduce(Exchange):
         self._works[position] = None
         if self._memory is not None:
             self._memory.sum_(flat)
-        elif self._codec is not None and self._group is not None and not self.is_plain:
-            self._works[position] = self._codec.sum(bucket, flat, part.number, self._group)
+        elif self._wire is not None and self._group is not None:
+            self._works[position] = CompressedSum(flat, self._wire, self._group)
+        elif self._low_rank is not None and self._group is not None and self._low_rank.applies(bucket):
+            self._works[position] = LowRankSum(self._low_rank, bucket, flat, part.number, self._group)
         else:
             self._works[position] = dist.all_reduce(flat, group=self._group, async_op=True)
 
@@ -279,7 +292,7 @@ class AllReduce(Exchange):
                 if position not in self._works and position not in idle:
                     self._launch(part, position)
             for pending in self._works.values():
-                if isinstance(pending, Pending):
+                if isinstance(pending, CompressedSum | LowRankSum):
                     pending.send_sum()
             for pending in self._works.values():
                 if pending is not None:

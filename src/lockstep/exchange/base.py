@@ -99,14 +99,12 @@ class Pass:
 class Exchange:
     """Exchange of a single process: gradients are those of its samples."""
 
-    keeps_replicas = True
-    """Whether replicas stay equal, so that the replica check applies."""
     divides_state = False
     """Whether each rank has the state of its own parameters only."""
     is_rare = False
     """Whether ranks step by their own gradients, and exchange weights every few steps."""
     has_drifted = False
-    """Whether ranks have stepped by their own gradients since they last exchanged weights."""
+    """Whether ranks have stepped by their own gradients since they last exchanged weights: replicas then differ."""
     has_state = False
     """Whether checkpoints hold a state of the exchange, which no other exchange can continue."""
 

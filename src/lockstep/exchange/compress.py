@@ -8,66 +8,18 @@ bits for numbers down to 2⁻²⁷ of the largest in a message, and fewer below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from .buckets import Bucket
+from torch import Tensor
 
 _EXPONENT, _MOST_EXPONENT = 14, 100  # of the largest number sent, and of a factor
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The type in which gradients travel, by the name of the exchange."""
 
 
-class Pending:
-    """Sum over the ranks in two messages. Each call is in one order on all ranks."""
-
-    def send_sum(self) -> None:
-        """Wait for the first message, and begin the second (*collective*)."""
-
-    def wait(self) -> None:
-        """Return once the bucket has the sum."""
-
-
-class Codec:
-    """How buckets of gradients are summed, in place of an all-reduce."""
-
-    has_state = False
-    """See `Exchange.has_state`."""
-    settings: Mapping[str, int] = MappingProxyType({})
-    """See `Exchange.settings`."""
-
-    def check(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `RequestError` if the codec has no effect on the gradients of `parameters`."""
-
-    def sum(self, bucket: Bucket, flat: Tensor, part: int, group: dist.ProcessGroup) -> Pending | dist.Work | None:
-        """Begin to sum `flat`, a bucket of the gradients of part number `part`, in place (*collective*)."""
-        raise NotImplementedError
-
-    def state(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-        """See `Exchange.state`."""
-        return {}
-
-    def load_state(self, tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> None:
-        """See `Exchange.load_state`."""
-
-
-class Rounding(Codec):
-    """Gradients travel rounded to the type `wire`."""
-
-    def __init__(self, wire: torch.dtype) -> None:
-        self._wire = wire
-
-    def sum(self, bucket: Bucket, flat: Tensor, part: int, group: dist.ProcessGroup) -> Pending:
-        """See `Codec.sum`."""
-        return CompressedSum(flat, self._wire, group)
-
-
-class CompressedSum(Pending):
+class CompressedSum:
     """Sum of `flat` (contiguous) over the ranks of `group`, in place. Begins when it is made (*collective*).
 
     Each message has a factor, a power of two that brings its largest number near the middle of float16's range.
@@ -83,7 +35,7 @@ class CompressedSum(Pending):
         self._work: Any = dist.all_to_all_single(_bytes(self._received), _bytes(sent), group=group, async_op=True)
 
     def send_sum(self) -> None:
-        """See `Pending.send_sum`: sums this rank's part."""
+        """Sum this rank's part, and begin to send it (*collective*): in one order on all ranks."""
         self._work.wait()
         rows = _unpack(self._received, self._sum_type)
         total = rows[0]
@@ -93,7 +45,7 @@ class CompressedSum(Pending):
         self._work = dist.all_gather_into_tensor(_bytes(self._received), part, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
+        """Return once `flat` has the sum."""
         self._work.wait()
         self._flat.copy_(_unpack(self._received, self._sum_type).view(-1)[: self._flat.numel()])
         del self._received, self._work  # as large as half of the gradients

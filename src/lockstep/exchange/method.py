@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -12,8 +13,9 @@ from ..config.schema import ParallelConfig
 from ..errors import RequestError
 from ..world.world import World
 from .base import Exchange
-from .compress import WIRES, Codec, Rounding
+from .compress import WIRES
 from .powersgd import PowerSGD
+from .rare import Rare
 
 _RANK, _EVERY = 4, 100  # of powersgd, as in the paper's larger experiments; of local-sgd and diloco
 
@@ -62,14 +64,12 @@ def exchange_of(world: World, config: ParallelConfig) -> Exchange:
         if name in registry.RARE and not world.is_imagined:
             raise RequestError(f"--exchange {name} needs several ranks, and this is the only one; leave it out.")
         return Exchange(world)
-    kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)]
-    module, _, exchange = registry.RARE.get(name, kind.exchange).partition(":")
-    options: dict[str, int | Codec] = {}
-    if name in WIRES:
-        options = {"codec": Rounding(WIRES[name])}
-    elif name == "powersgd":
-        options = {"codec": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
-    elif name in registry.RARE:
-        options = {"every": config.exchange_every or _EVERY}
-    made: Exchange = getattr(import_module(module, __package__), exchange)(world, **options)
-    return made
+    if name in registry.RARE:
+        lr, momentum = registry.RARE[name]
+        return Rare(world, every=config.exchange_every or _EVERY, lr=lr, momentum=momentum)
+    module, _, kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)].exchange.partition(":")
+    options: dict[str, Any] = {"wire": WIRES[name]} if name in WIRES else {}
+    if name == "powersgd":
+        options = {"low_rank": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
+    exchange: Exchange = getattr(import_module(module, __package__), kind)(world, **options)
+    return exchange

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..world.world import World
 from .buckets import Bucket
-from .compress import Codec, Pending
 
 _LEAST_RATE = 2  # times fewer numbers than the matrix has; torch's default
 
@@ -35,10 +34,8 @@ class _Key(NamedTuple):
     parameter: nn.Parameter
 
 
-class PowerSGD(Codec):
+class PowerSGD:
     """Errors and factors of all matrices, from step to step."""
-
-    has_state = True
 
     def __init__(self, world: World, *, rank: int, start: int) -> None:
         """Compress to `rank`, from step `start` on."""
@@ -50,7 +47,7 @@ class PowerSGD(Codec):
         self.settings = {"powersgd-rank": rank, "powersgd-start": start}
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `Codec.check`."""
+        """Raise `RequestError` if nothing of the gradients of `parameters` is compressed."""
         if not any(map(self.rank_of, parameters)):
             raise RequestError(
                 f"--exchange powersgd has nothing to compress: no trained parameter is a matrix that rank {self._rank} "
@@ -65,11 +62,9 @@ class PowerSGD(Codec):
         rank = min(n, m, self._rank)
         return rank if rank * (n + m) * _LEAST_RATE < n * m else 0
 
-    def sum(self, bucket: Bucket, flat: Tensor, part: int, group: dist.ProcessGroup) -> Pending | dist.Work | None:
-        """See `Codec.sum`."""
-        if self.world.progress.step < self._start or not any(map(self.rank_of, bucket.parameters)):
-            return dist.all_reduce(flat, group=group, async_op=True)
-        return _LowRankSum(self, bucket, flat, part, group)
+    def applies(self, bucket: Bucket) -> bool:
+        """Return whether the bucket's sum is compressed in this step."""
+        return self.world.progress.step >= self._start and any(map(self.rank_of, bucket.parameters))
 
     def state(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         """See `Exchange.state`: errors are (ranks, n, m), in rank order."""
@@ -108,8 +103,8 @@ class _Matrix(NamedTuple):
     """The last step's Q (m, r), with orthonormal columns."""
 
 
-class _LowRankSum(Pending):
-    """Sum of a bucket. Begins when it is made (*collective*)."""
+class LowRankSum:
+    """Sum of a bucket of part number `part`, in place. Begins when it is made (*collective*)."""
 
     def __init__(self, codec: PowerSGD, bucket: Bucket, flat: Tensor, part: int, group: dist.ProcessGroup) -> None:
         self._codec, self._group = codec, group
@@ -131,7 +126,7 @@ class _LowRankSum(Pending):
         self._start([*self._exact, *(item.matrix @ item.factor for item in self._matrices)], flat.dtype)
 
     def send_sum(self) -> None:
-        """See `Pending.send_sum`."""
+        """Make the bases, and begin to sum the factors (*collective*): in one order on all ranks."""
         shapes = [tensor.shape for tensor in self._exact]
         sums = self._finish([*shapes, *((len(item.matrix), item.factor.shape[1]) for item in self._matrices)])
         for tensor in self._exact:
@@ -141,7 +136,7 @@ class _LowRankSum(Pending):
         self._start(factors, self._exact[0].dtype)
 
     def wait(self) -> None:
-        """See `Pending.wait`. Errors stay as they are for gradients that no rank has, or that are not finite."""
+        """Return once the bucket has the sum. Gradients that no rank has, or that are not finite, leave the errors."""
         codec = self._codec
         factors = self._finish([item.factor.shape for item in self._matrices])
         for item, basis, total in zip(self._matrices, self._bases, factors, strict=True):

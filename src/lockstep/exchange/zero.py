@@ -26,7 +26,6 @@ from ..errors import RequestError
 from ..world.world import World
 from .allreduce import AllReduce
 from .buckets import Bucket, lay_out
-from .compress import Codec
 
 _MOST_LAYOUTS = 4
 _SMALL_BYTES = 1 << 20
@@ -38,8 +37,8 @@ class Zero1(AllReduce):
 
     divides_state = True
 
-    def __init__(self, world: World, *, codec: Codec | None = None) -> None:
-        super().__init__(world, codec=codec)
+    def __init__(self, world: World, **options: Any) -> None:
+        super().__init__(world, **options)
         self._owners: dict[nn.Parameter, int] = {}
         self._loads = [0] * world.size
         """Bytes of each rank's own parameters."""

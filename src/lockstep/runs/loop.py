@@ -219,12 +219,13 @@ class Loop:
         weights, if they step by their own gradients.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
-        if self._are_replicas and self.checks.replicas.due(step):
+        waits = self.prepared.exchange.has_drifted
+        if not waits and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # The end of an epoch saves anyway, once the weights are evaluated.
         save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
-        self._is_due, waits = False, self.prepared.exchange.has_drifted
-        self._has_waited, save = waits and (save or self._has_waited), save or self._has_waited
+        self._is_due, save = False, save or self._has_waited
+        self._has_waited = save and waits
         due = (save or self._is_stopping) and not waits
         if due or self.meter.due(self.stop.asked) or self.prepared.exchange.is_asked:
             stopping = self.record_steps()
@@ -236,11 +237,6 @@ class Loop:
             self._is_due = (self._is_stopping or save) and not has_ended and not waits
             if saves:
                 self.save_due()
-
-    @property
-    def _are_replicas(self) -> bool:
-        """Whether all ranks have the same weights now."""
-        return self.prepared.exchange.keeps_replicas and not self.prepared.exchange.has_drifted
 
     def save_due(self) -> None:
         """Save or stop if that is due since the last step (*collective*)."""
@@ -298,7 +294,9 @@ class Loop:
 
     def _non_finite_error(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
-        doubt = self.checks.replicas.explain_loss(self.position.step, step) if self._are_replicas else ""
+        doubt = ""
+        if not self.prepared.exchange.has_drifted:
+            doubt = self.checks.replicas.explain_loss(self.position.step, step)
         location, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
             rank, folder = self._world.rank, self.folder / "failures"
@@ -317,7 +315,7 @@ class Loop:
 
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
-        if self._are_replicas:
+        if not self.prepared.exchange.has_drifted:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:

@@ -210,7 +210,7 @@ class Prepared:
 
         Raises `RunError` for ranks whose optimizers have the state of different parameters.
         """
-        if not self.exchange.has_drifted:
+        if not (self.exchange.is_rare and self.exchange.has_drifted):
             return
         tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
         for name, model in self.groups.items():

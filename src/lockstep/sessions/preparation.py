@@ -110,7 +110,7 @@ class Preparation:
                 "GradScaler out, or precision='fp16'."
             )
         exchange, size = self._prepared.config.parallel.exchange, self._prepared.world.size
-        if exchange in UNSCALED and size > 1:
+        if exchange in UNSCALED and size > 1 and scaler.is_enabled():
             raise RequestError(
                 f"session.prepare was given a GradScaler, and --exchange {exchange} cannot work with a loss scale, "
                 "which varies; compute in bf16, without one."

@@ -27,8 +27,10 @@ _SENTENCES = {
     "local BatchNorm": "each replica normalises by the statistics of its share; use --batchnorm sync, which ddp "
     "has by default, or a norm that does not look at the batch",
     "rounded exchange": "gradients travel in 16 bits between the ranks; use --exchange full",
-    "low-rank exchange": "ranks sum matrices of low rank in place of gradients; use --exchange full",
-    "rare exchange": "each rank steps by the gradients of its own share; use --exchange full",
+    "low-rank exchange": "gradients travel as matrices of low rank, and ranks keep the rest for the next step; use "
+    "--exchange full",
+    "rare exchange": "each rank steps by its own gradients, and weights are exchanged every few steps; use --exchange "
+    "full",
     "a loss that divides by the local batch": "--loss returns the mean of the samples it is given, although "
     'reduction="sum" is asked for: ranks with other counts weigh samples differently; return the sum',
     "a loss that couples samples": "--loss of a batch is not the sum of its samples' losses: each rank sees its share "

@@ -28,12 +28,6 @@ from .workbench import ONE, TOLERANCE, Workbench, beyond, gaps, worst
 
 _OF_DTYPES = re.compile(r"dtype|scalar type|Float\b|Double\b|float64")
 """Matches the error that a model with float32 constants raises in float64."""
-_EXCHANGES = {
-    "rounded exchange": "gradients are rounded to 16 bits between the ranks",
-    "low-rank exchange": "gradients travel as matrices of low rank, and each rank keeps what they leave for later",
-    "rare exchange": "each rank steps by its own gradients, and weights are exchanged every few steps",
-}
-"""Why a difference is by design."""
 
 
 class Row(NamedTuple):
@@ -144,11 +138,10 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
     """Measure one strategy (*collective*). `alone`: the user requested it by name."""
     has_ranks, rows = KINDS[strategy].has_ranks, list[Row]()
     method = bench.job(strategy).method
-    is_rare = method.exchange.is_rare
     differing: dict[str, frozenset[int]] = {}
     for case in bench.cases:
         gradients = bench.under(strategy, case)
-        for difference in compare(bench.world, gradients) if has_ranks and not is_rare else ():
+        for difference in compare(bench.world, gradients) if has_ranks and not method.exchange.is_rare else ():
             differing[difference.name] = differing.get(difference.name, frozenset()) | {*difference.ranks}
         gap = gaps(gradients, bench.under(ONE, case))
         rows.append(Row(f"{case.name}, {case.size} samples", worst(gap), beyond(gap, tolerance)))
@@ -158,11 +151,11 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
         for cause in causes.find(bench, strategy, case, tolerance) if fails else ():
             merged[cause.name] = cause.merged(merged.get(cause.name, cause))
     reasons = []
-    for name in merged:
+    for name, cause in merged.items():
         reasons.append("each rank and micro-batch makes its own random draws in the model" * (name == "randomness"))
         if name in causes.EXCHANGES.values():
-            reasons[-1] = _EXCHANGES[name]
-        if name == "local BatchNorm" and not method.can_sync_batchnorm and (is_rare or not alone):
+            reasons[-1] = cause.sentence.partition("; use")[0]
+        if name == "local BatchNorm" and not alone and not method.can_sync_batchnorm:
             reasons[-1] = f"each replica has its own batch statistics under {strategy}: another model"
     by_design = "; ".join(reasons) if all(reasons) and not differing else ""
     return Answer(strategy, tuple(rows), tuple(merged.values()), differing, by_design)
