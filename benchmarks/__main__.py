@@ -17,6 +17,7 @@ NAMES = (
     "exchange",
     "memory",
     "sharding",
+    "slow",
     "strategies",
     "diff",
     "verify",
