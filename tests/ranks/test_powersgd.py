@@ -42,7 +42,7 @@ def _loss(net: nn.Module, rank: int, step: int) -> Tensor:
 
 def _exchange(world: World, net: nn.Module, *, rank: int, start: int = 0) -> tuple[PowerSGD, AllReduce]:
     codec = PowerSGD(world, rank=rank, start=start)
-    exchange = AllReduce(world, low_rank=codec)
+    exchange = AllReduce(world, wire=codec)
     exchange.attach(net)
     return codec, exchange
 

@@ -18,7 +18,7 @@ from lockstep.world.world import World
 
 from .. import loops
 from ..command import command
-from ..curves import curve, same_bits
+from ..curves import apart, curve, same_bits
 from ..pool import RankPool
 
 EXCHANGES = ["local-sgd", "diloco"]
@@ -348,3 +348,11 @@ def test_an_end_between_two_exchanges_is_told(pool: RankPool, tmp_path: Path) ->
         pool.run(2, learn, "SGD", 1000, options)
         text = (tmp_path / f"{steps}" / "steps.jsonl").read_text()
         assert ("Max_steps has ended the run between two exchanges" in text) == is_told
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_ranks_devices_make_one_gradient(pool: RankPool, tmp_path: Path, exchange: str) -> None:
+    values: dict[str, Any] = {"model": "mlp", "data": "digits", "samples": 300, "batch": 48, "max_steps": 8}
+    values |= {"exchange": exchange, "exchange_every": 3}
+    ddp = curve(pool, tmp_path / "ddp", 2, **values)
+    assert apart(ddp, curve(pool, tmp_path / "hybrid", 2, **values, strategy="hybrid", devices=2)) < 1e-9

@@ -54,23 +54,13 @@ class _Plan:
 class AllReduce(Exchange):
     """Exchange among several ranks."""
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        overlap: bool = True,
-        wire: torch.dtype | None = None,
-        low_rank: PowerSGD | None = None,
-    ) -> None:
-        """`wire` is the type in which gradients travel (see `CompressedSum`), `low_rank` compresses matrices.
-
-        None for gradients as they are.
-        """
+    def __init__(self, world: World, *, overlap: bool = True, wire: torch.dtype | PowerSGD | None = None) -> None:
+        """`wire` is the type in which gradients travel (see `CompressedSum`), or `PowerSGD`; None for their own."""
         super().__init__(world)
-        self._wire, self._low_rank = wire, low_rank
-        if low_rank is not None:
-            self.has_state, self.settings = True, low_rank.settings
-        is_shared = world.memory is not None and world.device.type == "cpu" and not (wire or low_rank)
+        self._wire, self._low_rank = wire, wire if isinstance(wire, PowerSGD) else None
+        if self._low_rank is not None:
+            self.has_state, self.settings = True, self._low_rank.settings
+        is_shared = world.memory is not None and world.device.type == "cpu" and wire is None
         self._memory = world.memory if is_shared else None
         self._overlap = overlap and not is_shared
         self._group: dist.ProcessGroup | None = None
@@ -272,7 +262,7 @@ class AllReduce(Exchange):
         self._works[position] = None
         if self._memory is not None:
             self._memory.sum_(flat)
-        elif self._wire is not None and self._group is not None:
+        elif isinstance(self._wire, torch.dtype) and self._group is not None:
             self._works[position] = CompressedSum(flat, self._wire, self._group)
         elif self._low_rank is not None and self._group is not None and self._low_rank.applies(bucket):
             self._works[position] = LowRankSum(self._low_rank, bucket, flat, part.number, self._group)

@@ -70,6 +70,6 @@ def exchange_of(world: World, config: ParallelConfig) -> Exchange:
     module, _, kind = registry.KINDS[registry.resolved(config.strategy, distributed=True)].exchange.partition(":")
     options: dict[str, Any] = {"wire": WIRES[name]} if name in WIRES else {}
     if name == "powersgd":
-        options = {"low_rank": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
+        options = {"wire": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
     exchange: Exchange = getattr(import_module(module, __package__), kind)(world, **options)
     return exchange

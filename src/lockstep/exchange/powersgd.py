@@ -4,7 +4,7 @@ A gradient of shape (n, …) is a matrix M (n, m). The ranks sum P = M Q (n, r),
 columns orthonormal, and sum Q = Mᵀ P. All of them take P Qᵀ for the sum of their matrices: r (n + m) numbers travel in
 place of n m. What is left, a rank's M minus its part of P Qᵀ, is added to its gradient of the next step: the ranks
 together owe what they have not sent. The mathematics are those of torch's `powerSGD_hook`, per parameter, with sums in
-place of means; a first Q is drawn from the shape, so that it is the same on all ranks.
+place of means.
 
 Gradients that this would shorten by less than half, such as vectors, are summed as they are. Errors are in the units of
 the sums that travel: under `session.backward(loss, weight=tokens)`, the gradients of tokens, before they are divided.
@@ -120,8 +120,9 @@ class LowRankSum:
             if key in codec.errors:
                 matrix += codec.errors[key]
             factor = codec.factors.get(key)
-            if factor is None:
-                factor = _draw(matrix.shape[1], rank).to(matrix)
+            if factor is None:  # a function of its shape, so that it is the same on all ranks
+                generator = torch.Generator().manual_seed(matrix.shape[1])
+                factor = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64).to(matrix)
             self._matrices.append(_Matrix(key, gradient, bucket.flags(flat)[number], matrix, torch.linalg.qr(factor).Q))
         self._start([*self._exact, *(item.matrix @ item.factor for item in self._matrices)], flat.dtype)
 
@@ -160,11 +161,6 @@ class LowRankSum:
         self._work.wait()
         parts = torch.split(self._message, [math.prod(shape) for shape in shapes])
         return (part.view(*shape) for part, shape in zip(parts, shapes, strict=True))
-
-
-def _draw(m: int, rank: int) -> Tensor:
-    """Return a first Q (m, rank), on the host: a function of its shape."""
-    return torch.randn(m, rank, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:

@@ -26,6 +26,7 @@ from ..errors import RequestError
 from ..world.world import World
 from .allreduce import AllReduce
 from .buckets import Bucket, lay_out
+from .powersgd import PowerSGD
 
 _MOST_LAYOUTS = 4
 _SMALL_BYTES = 1 << 20
@@ -37,8 +38,8 @@ class Zero1(AllReduce):
 
     divides_state = True
 
-    def __init__(self, world: World, **options: Any) -> None:
-        super().__init__(world, **options)
+    def __init__(self, world: World, *, wire: torch.dtype | PowerSGD | None = None) -> None:
+        super().__init__(world, wire=wire)
         self._owners: dict[nn.Parameter, int] = {}
         self._loads = [0] * world.size
         """Bytes of each rank's own parameters."""
