@@ -18,6 +18,7 @@ NAMES = (
     "memory",
     "sharding",
     "fsdp",
+    "slow",
     "strategies",
     "diff",
     "verify",

@@ -1,4 +1,4 @@
-"""What a step of --strategy fsdp costs, against a loop by hand around torch's fully_shard, in the same two processes."""
+"""What a step of --strategy fsdp costs, against a loop by hand around fully_shard, in the same two processes."""
 
 from __future__ import annotations
 

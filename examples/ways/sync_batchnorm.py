@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 82fea32f6f0b:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 24a54782a7fd:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --accelerator cuda
 
 Not carried over:

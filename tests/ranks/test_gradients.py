@@ -93,6 +93,19 @@ def test_each_cause_is_found_and_no_other(pool: RankPool, expected: str, values:
     assert cause.sentence.startswith(named.get(values.get("model", ""), "")), "layer or state is named"
 
 
+@pytest.mark.parametrize(
+    ("exchange", "expected"), [("powersgd", "low-rank exchange"), ("diloco", "rare exchange"), ("bf16", "rounded")]
+)
+def test_an_exchange_of_other_numbers_is_named_by_design(pool: RankPool, exchange: str, expected: str) -> None:
+    rank = {"powersgd_rank": 1, "powersgd_start": 50} if exchange == "powersgd" else {}
+    answer = examined(pool, exchange=exchange, **rank)["ddp"]
+    (cause,) = answer.causes
+    assert cause.name.startswith(expected)
+    assert cause.residual <= 1e-9 < max(cause.tensors.values())
+    assert answer.by_design
+    assert not answer.fails
+
+
 def test_global_draws_are_those_of_one_process_but_in_micro_batches_and_threads(pool: RankPool) -> None:
     both = examined(pool, "ddp", "dp", ranks=3, model="dropping", draws="global")
     *whole, parts = both["ddp"].rows

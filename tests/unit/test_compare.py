@@ -28,7 +28,7 @@ from lockstep.compare.report import Report, write
 from lockstep.compare.rounds import Plan, Series
 from lockstep.compare.trials import Trial
 from lockstep.config.options import flatten, override
-from lockstep.config.schema import PrecisionConfig, RunConfig
+from lockstep.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from lockstep.errors import RequestError, RunError, Stopped
 from lockstep.verify import commands
 
@@ -508,6 +508,15 @@ def test_losses_that_differ_say_which_draws_were_not_those_of_one_device(
         each.cell, each.record.losses[1] = replace(each.cell, config=RunConfig()), loss
     two.record.start["plan"] = plan
     assert rows._likeness(two, one, None)["another"] == why
+
+
+def test_an_exchange_of_other_numbers_is_another_model_from_the_first_step_on() -> None:
+    one, two = series("a", [1.0]), series("b", [1.0])
+    for each, exchange in ((one, "full"), (two, "powersgd")):
+        each.cell = replace(each.cell, config=RunConfig(parallel=ParallelConfig(exchange=exchange)))
+        each.record.losses[1] = 1.0
+    assert rows._likeness(two, one, None)["another"].startswith("--exchange powersgd: other weights")
+    assert rows._likeness(two, two, None)["same_model"]
 
 
 def test_a_variant_whose_compared_steps_fail_is_measured_with_its_own_draws(

@@ -69,6 +69,13 @@ TRAIN = """
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
+--exchange-every 9                     | --exchange-every belongs to --exchange local-sgd or diloco
+--powersgd-rank 2                      | --powersgd-rank and --powersgd-start belong to --exchange powersgd
+--exchange diloco --strategy zero1     | --exchange diloco | --strategy zero1 | take --strategy ddp
+--exchange diloco --batchnorm sync     | --exchange diloco | leave --batchnorm sync out
+--exchange powersgd --precision fp16   | --exchange powersgd | --precision fp16 | take bf16
+--exchange diloco --devices 1          | --exchange diloco needs several ranks
+--exchange local-sgd --strategy dp     | --exchange local-sgd | --strategy dp is one process
 --strategy single --devices 2          | take dp or ddp or zero1 or fsdp or hybrid, or one device
 --devices 2 --gpus 0                   | --devices 2 | --gpus 0 | give one
 --gpus 0                               | --gpus 0 | this machine shows no GPU

@@ -191,7 +191,7 @@ def _without_exchange(exchange: Exchange) -> Exchange:
 
     exchange.mute()
     none = Exchange(exchange.world)
-    none.models, none.parameters, none.keeps_replicas = exchange.models, exchange.parameters, False
+    none.models, none.parameters, none.has_drifted = exchange.models, exchange.parameters, True
     return none
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.options import IDENTITY
+from ..config.registry import UNSCALED
 from ..monitor.progress import EXCHANGES
 from ..verify import curve
 from . import measured, numbers, records, rounds
@@ -157,6 +158,9 @@ def _likeness(series: Series, base: Series, tolerance: float | None) -> dict[str
     if tolerance is None:
         tolerance = 0.0 if configs[1] is None else curve.default_tolerance(configs[1])
     another = f"its losses differ by {gap:.1e}{_cause(series, base)}" if gap > tolerance else ""
+    names = {config.parallel.exchange for config in configs if config is not None}
+    if not another and len(names) > 1 and (by_design := names & {*UNSCALED}):
+        another = f"--exchange {' and '.join(sorted(by_design))}: other weights, however small the first difference"
     if (parts := series.batch_parts) != (base_parts := base.batch_parts):  # even if first losses agree
         another = f"each {'replica' if parts[0] != base_parts[0] else 'micro-batch'} has its own batch statistics"
     return {"loss_gap": gap, "another": another, "same_model": not another}

@@ -36,7 +36,8 @@ IDENTITY = (
 OF_A_SESSION = (
     *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
     *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "shard-modules", "shard-size", "exchange"),
-    *("precision", "deterministic", "checkpoint-activations", "timeout", "stall-timeout", "collectives"),
+    *("exchange-every", "powersgd-rank", "powersgd-start", "precision", "deterministic", "checkpoint-activations"),
+    *("timeout", "stall-timeout", "collectives"),
 )
 """The options of `lockstep train` that a session takes; on all else the script decides."""
 _COMMAND_SECTIONS = ("parallel", "checkpoint", "record")

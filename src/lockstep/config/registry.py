@@ -40,6 +40,11 @@ KINDS = {
     "fsdp": Kind(".sharded:FullyShard", _FSDP, True, False, True, True),
     "hybrid": Kind(".allreduce:AllReduce", _HYBRID, True, True),
 }
+RARE = {"local-sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
+"""Exchanges of weights every few steps: the outer step's learning rate and momentum; diloco's of its section 3.1."""
+UNSCALED = ("powersgd", *RARE)
+"""Exchanges that need each step's gradients in one scale on all ranks, so none of fp16's loss scaling."""
+EXCHANGES = ("full", "bf16", "fp16", *UNSCALED)
 
 
 class Launcher(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import RequestError, choose
-from .registry import KINDS, LAUNCHERS
+from .registry import EXCHANGES, KINDS, LAUNCHERS, RARE, UNSCALED
 from .validity import Bounds, OneOf, check
 
 _key = tyro.conf.arg
@@ -156,8 +156,14 @@ class ParallelConfig:
     """Classes of modules that fsdp gathers one at a time, such as BertLayer or *Block; default: those that repeat."""
     shard_size: Annotated[_MaybeInt, Bounds(least=2, below=2**31)] = None
     """Ranks that fsdp divides the weights among, such as those of a node; default: all."""
-    exchange: Annotated[str, OneOf(("full", "bf16", "fp16"))] = "full"
-    """Gradients between ranks: full; bf16, fp16: rounded, half of the bytes."""
+    exchange: Annotated[str, OneOf(EXCHANGES)] = "full"
+    """Gradients between ranks: full; bf16, fp16: rounded, half of the bytes; powersgd: matrices of low rank.
+    local-sgd, diloco: weights in place of gradients, every few steps."""
+    exchange_every: Annotated[_MaybeInt, _key(metavar="STEPS")] = None
+    """With local-sgd and diloco: steps between two exchanges; default: 100."""
+    powersgd_rank: _MaybeInt = None  # With powersgd: rank of the matrices; default: 4.
+    powersgd_start: Annotated[_MaybeInt, _FromZero, _key(metavar="STEPS")] = None
+    """With powersgd: steps with full gradients before it begins; default: 0."""
     collectives: Annotated[str, OneOf(("auto", "gloo", "shared-memory"))] = "auto"
     """Exchange of CPU tensors: gloo, or shared-memory on one host; auto: shared-memory where possible."""
 
@@ -324,6 +330,24 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--rank {parallel.rank} lacks the number of ranks; add it, as in --world-size 2."
     if parallel.rank is not None and parallel.world_size is not None and parallel.rank >= parallel.world_size:
         yield f"--rank {parallel.rank} lies outside --world-size {parallel.world_size}: ranks count from 0."
+    exchange = parallel.exchange
+    if parallel.exchange_every is not None and exchange not in RARE:
+        yield f"--exchange-every belongs to --exchange {' or '.join(RARE)}, and --exchange is {exchange}; drop it."
+    if exchange != "powersgd" and (parallel.powersgd_rank, parallel.powersgd_start) != (None, None):
+        flags = "--powersgd-rank and --powersgd-start"
+        yield f"{flags} belong to --exchange powersgd, and --exchange is {exchange}; drop them."
+    if exchange in UNSCALED and config.precision.name == "fp16":
+        yield f"--exchange {exchange} cannot work with the loss scale of --precision fp16, which varies; take bf16."
+    if exchange in RARE and parallel.strategy != "auto" and KINDS[parallel.strategy].divides_state:
+        yield (
+            f"--exchange {exchange} has each rank step all parameters, and under --strategy {parallel.strategy} a rank "
+            "has the optimizer state of its own alone; take --strategy ddp."
+        )
+    if exchange in RARE and parallel.batchnorm == "sync":
+        yield (
+            f"--exchange {exchange} trains another model on each rank between two exchanges, so batch statistics are "
+            "those of a rank; leave --batchnorm sync out."
+        )
 
 
 def _scales_lr(word: str) -> bool:

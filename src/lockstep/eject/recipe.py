@@ -40,7 +40,10 @@ _REFUSED = {
     "nodes": "a number of nodes; start the ranks by torchrun, by hand or in Slurm",
     "resume": "an optimizer's state; the file takes --weights",
     "shard-size": "groups of fsdp; torch has it as fully_shard over a mesh of two dimensions",
-    "exchange": "gradients in 16 bits between the ranks; torch has a communication hook for that",
+    "exchange": "compressed gradients or rare exchanges; torch has communication hooks for bf16, fp16 and powersgd",
+    "exchange-every": "an exchange every few steps",
+    "powersgd-rank": "PowerSGD; torch has a communication hook for that",
+    "powersgd-start": "PowerSGD; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
     "checkpoint-activations": "recomputed activations; call torch.utils.checkpoint in the model",
 }

@@ -14,7 +14,7 @@ shared memory after the pass, since there is no network to wait for.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from ..world.world import World, new_group
 from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
 from .buckets import Bucket, lay_out
 from .compress import CompressedSum
+from .powersgd import LowRankSum, PowerSGD
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
@@ -53,10 +54,12 @@ class _Plan:
 class AllReduce(Exchange):
     """Exchange among several ranks."""
 
-    def __init__(self, world: World, *, overlap: bool = True, wire: torch.dtype | None = None) -> None:
-        """`wire` is the type in which gradients travel (see `CompressedSum`); None for their own."""
+    def __init__(self, world: World, *, overlap: bool = True, wire: torch.dtype | PowerSGD | None = None) -> None:
+        """`wire` is the type in which gradients travel (see `CompressedSum`), or `PowerSGD`; None for their own."""
         super().__init__(world)
-        self.wire = wire
+        self._wire, self._low_rank = wire, wire if isinstance(wire, PowerSGD) else None
+        if self._low_rank is not None:
+            self.has_state, self.settings = True, self._low_rank.settings
         is_shared = world.memory is not None and world.device.type == "cpu" and wire is None
         self._memory = world.memory if is_shared else None
         self._overlap = overlap and not is_shared
@@ -73,7 +76,7 @@ class AllReduce(Exchange):
         self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
         # State of the current backward pass:
         self._pass: Pass | None = None
-        self._works: dict[int, dist.Work | CompressedSum | None] = {}  # by bucket, once it has left
+        self._works: dict[int, dist.Work | CompressedSum | LowRankSum | None] = {}  # by bucket, once it has left
         self._queue: list[int] = []  # buckets that leave early, in order
         self._missing: list[int] = []  # gradients that each bucket waits for; below 0: it leaves after the pass
         self._counts: list[int] = []  # gradients that each parameter received
@@ -108,10 +111,7 @@ class AllReduce(Exchange):
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
         self._lay_out()
-        part = backward_pass.part
-        # Ranks that train different parameters have different buckets, whose sums would mix gradients.
-        pass_header = backward_pass.header
-        pass_header = pass_header._replace(part=pass_header.part + MOST_PARTS * self._trained_checksum)
+        part, pass_header = backward_pass.part, self._header(backward_pass)
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
@@ -134,12 +134,26 @@ class AllReduce(Exchange):
         header = header or self._start_header(pass_header, backward_pass.weight)
         return self._finish(part, plan, header)
 
+    def _header(self, backward_pass: Pass) -> Header:
+        """Return the header of a pass. Ranks that train different parameters would mix their gradients."""
+        header = backward_pass.header
+        return header._replace(part=header.part + MOST_PARTS * self._trained_checksum)
+
     def divide(self, part: Part, divisor: Tensor) -> None:
         """See `Exchange.divide`."""
         for flat in part.flats:
             flat.div_(divisor)
         for gradient in part.sparse.values():
             gradient.div_(divisor)
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Exchange.state`."""
+        return {} if self._low_rank is None else self._low_rank.state(self.names())
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Exchange.load_state`."""
+        if self._low_rank is not None:
+            self._low_rank.load_state(tensors, self.names())
 
     def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin to gather all ranks' (kind, number, part, asks, weight): (ranks, 5), float64."""
@@ -182,6 +196,8 @@ class AllReduce(Exchange):
         if (layout := self._layouts.get(bytes(trained))) is not None:  # a loop that freezes and thaws in each step
             self._buckets, self._place, self._plans = layout
             return
+        if self._low_rank is not None and not self._layouts:
+            self._low_rank.check([parameter for parameter in self.parameters if parameter.requires_grad])
         while len(self._layouts) >= _MOST_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
         numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
@@ -246,8 +262,10 @@ class AllReduce(Exchange):
         self._works[position] = None
         if self._memory is not None:
             self._memory.sum_(flat)
-        elif self.wire is not None and self._group is not None:
-            self._works[position] = CompressedSum(flat, self.wire, self._group)
+        elif isinstance(self._wire, torch.dtype) and self._group is not None:
+            self._works[position] = CompressedSum(flat, self._wire, self._group)
+        elif self._low_rank is not None and self._group is not None and self._low_rank.applies(bucket):
+            self._works[position] = LowRankSum(self._low_rank, bucket, flat, part.number, self._group)
         else:
             self._works[position] = dist.all_reduce(flat, group=self._group, async_op=True)
 
@@ -264,7 +282,7 @@ class AllReduce(Exchange):
                 if position not in self._works and position not in idle:
                     self._launch(part, position)
             for pending in self._works.values():
-                if isinstance(pending, CompressedSum):
+                if isinstance(pending, CompressedSum | LowRankSum):
                     pending.send_sum()
             for pending in self._works.values():
                 if pending is not None:

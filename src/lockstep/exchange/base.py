@@ -7,7 +7,7 @@ two passes. After the part's last micro-batch, `.grad` holds the sum over micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -99,14 +99,18 @@ class Pass:
 class Exchange:
     """Exchange of a single process: gradients are those of its samples."""
 
-    keeps_replicas = True
-    """Whether replicas stay equal, so that the replica check applies."""
     is_separable = True
     """Whether steps without exchange can be measured."""
     compared = "weights, optimizer state, synchronised statistics, averaged weights"
     """What the replica check compares."""
     divides_state = False
     """Whether each rank has only a part of the optimizers' state, and perhaps of the weights."""
+    is_rare = False
+    """Whether ranks step by their own gradients, and exchange weights every few steps."""
+    has_drifted = False
+    """Whether ranks have stepped by their own gradients since they last exchanged weights: replicas then differ."""
+    has_state = False
+    """Whether checkpoints hold a state of the exchange, which no other exchange can continue."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -116,6 +120,8 @@ class Exchange:
         """Whether this rank asks all ranks to end the interval of their metrics, as for a stop."""
         self.is_asked = False
         """Whether a rank has asked, alike on all ranks. On a GPU this is seen only where the host waits anyway."""
+        self.settings: Mapping[str, int] = {}
+        """The method's own options by their flags, for the startup report."""
         self._user_hooks = UserHooks()
 
     def attach(self, model: nn.Module) -> None:
@@ -207,6 +213,30 @@ class Exchange:
     def whole_state(self, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
         """Have the whole state in rank 0's optimizers, or shards on every rank, within the block (*collective*)."""
         return nullcontext()
+
+    def count_step(self, *, is_new: bool) -> None:
+        """Note that an optimizer has stepped; `is_new`: it is the step's first."""
+
+    def is_due(self, *, is_complete: bool) -> bool:
+        """Return whether to exchange weights now; `is_complete`: no optimizer is still to make the step."""
+        return False
+
+    def synchronise(self, differing: Sequence[Tensor]) -> None:
+        """Exchange weights (*collective*). `differing` are all tensors of the model and optimizers that differ."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state for a checkpoint, by name; complete on rank 0 (*collective*)."""
+        return {}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state`, perhaps of another number of ranks; {} begins anew."""
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Return the parameters' names in checkpoints: the number of the model and the name in it."""
+        models = enumerate(self.models)
+        return {
+            parameter: f"{number}/{name}" for number, model in models for name, parameter in model.named_parameters()
+        }
 
     def close(self) -> None:
         """Remove all hooks from the models."""

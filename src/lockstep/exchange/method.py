@@ -14,6 +14,10 @@ from ..errors import RequestError
 from ..world.world import World
 from .base import Exchange
 from .compress import WIRES
+from .powersgd import PowerSGD
+from .rare import Rare
+
+_RANK, _EVERY = 4, 100  # of powersgd, as in the paper's larger experiments; of local-sgd and diloco
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Method:
     @property
     def can_sync_batchnorm(self) -> bool:
         """Whether batch statistics can be those of the global micro-batch."""
-        return not registry.KINDS[self.name].drives_all
+        return not (registry.KINDS[self.name].drives_all or self.exchange.is_rare)
 
 
 def build(config: ParallelConfig, world: World) -> Method:
@@ -51,16 +55,28 @@ def build(config: ParallelConfig, world: World) -> Method:
 
 
 def exchange_of(world: World, config: ParallelConfig) -> Exchange:
-    """Return the strategy's exchange; the base class for a single rank, and for imagined ranks."""
-    name = registry.resolved(config.strategy, distributed=True)
-    kind = registry.KINDS[name]
+    """Return the strategy's exchange; the base class for a single rank, and for imagined ranks.
+
+    Raises `RequestError` for a strategy or an exchange that a single rank cannot have.
+    """
+    strategy, name = registry.resolved(config.strategy, distributed=True), config.exchange
+    kind = registry.KINDS[strategy]
     if world.size == 1 and kind.divides_weights:
-        raise RequestError(f"--strategy {name} divides the weights among ranks, and here is one; take more, or single.")
+        raise RequestError(
+            f"--strategy {strategy} divides the weights among ranks, and here is one; take more, or single."
+        )
     if world.group is None:
+        if name in registry.RARE and not world.is_imagined:
+            raise RequestError(f"--exchange {name} needs several ranks, and this is the only one; leave it out.")
         return Exchange(world)
-    module, _, exchange = kind.exchange.partition(":")
-    options: dict[str, Any] = {"wire": WIRES[config.exchange]} if config.exchange in WIRES else {}
-    if kind.divides_weights:
+    if name in registry.RARE:
+        lr, momentum = registry.RARE[name]
+        return Rare(world, every=config.exchange_every or _EVERY, lr=lr, momentum=momentum)
+    options: dict[str, Any] = {"wire": WIRES[name]} if name in WIRES else {}
+    if name == "powersgd":
+        options = {"wire": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
+    elif kind.divides_weights:
         options = {"blocks": config.shard_modules, "shard_size": config.shard_size}
+    module, _, exchange = kind.exchange.partition(":")
     built: Exchange = getattr(import_module(module, __package__), exchange)(world, **options)
     return built

@@ -26,6 +26,7 @@ from ..errors import RequestError
 from ..world.world import World
 from .allreduce import AllReduce
 from .buckets import Bucket, lay_out
+from .powersgd import PowerSGD
 
 _MOST_LAYOUTS = 4
 _SMALL_BYTES = 1 << 20
@@ -38,7 +39,7 @@ class Zero1(AllReduce):
     compared = "weights, sums of gradients, optimizer settings, synchronised statistics, averaged weights"
     divides_state = True
 
-    def __init__(self, world: World, *, wire: torch.dtype | None = None) -> None:
+    def __init__(self, world: World, *, wire: torch.dtype | PowerSGD | None = None) -> None:
         super().__init__(world, wire=wire)
         self._owners: dict[nn.Parameter, int] = {}
         self._loads = [0] * world.size

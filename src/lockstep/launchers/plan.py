@@ -92,8 +92,8 @@ def _resolved(parallel: ParallelConfig, ranks: int, env: Mapping[str, str]) -> P
         )
     if parallel.exchange != "full" and kind.drives_all and not kind.has_ranks:
         raise RequestError(
-            f"--exchange {parallel.exchange}: --strategy {strategy} is one process, whose replicas exchange nothing in "
-            f"16 bits; take --strategy {with_ranks()}, or leave --exchange out."
+            f"--exchange {parallel.exchange}: --strategy {strategy} is one process, whose replicas send nothing; "
+            f"take --strategy {with_ranks()}, or leave --exchange out."
         )
     if kind.process_per_device:
         return parallel

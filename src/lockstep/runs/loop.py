@@ -84,6 +84,7 @@ class Loop:
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
         self._has_differed = False
+        self._has_waited = False  # whether a save waits for the ranks' next exchange of weights
         self._train_s = 0.0  # at the beginning of the epoch
         self._score: tuple[int, float] | None = None  # (step, score) of the last scored weights, until they are saved
         self._evaluation: dict[str, Any] = {}
@@ -214,22 +215,26 @@ class Loop:
     def end_step(self, *, saves: bool = True) -> None:
         """Verify, record and save as due after a step (*collective*). Raises `Stopped`, `RunError` or `ProofError`.
 
-        Without `saves`, a save or stop waits for `save_due`, or for a later step.
+        Without `saves`, a save or stop waits for `save_due`, or for a later step; and for the ranks' next exchange of
+        weights, if they step by their own gradients.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
-        if self.prepared.exchange.keeps_replicas and self.checks.replicas.due(step):
+        waits = self.prepared.exchange.has_drifted
+        if not waits and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # The end of an epoch saves anyway, once the weights are evaluated.
         save = every is not None and step % every == 0 and self.position.within != self.steps and not self.is_done
-        self._is_due = False
-        if save or self.meter.due(self.stop.asked) or self.prepared.exchange.is_asked:
+        self._is_due, save = False, save or self._has_waited
+        self._has_waited = save and waits
+        due = (save or self._is_stopping) and not waits
+        if due or self.meter.due(self.stop.asked) or self.prepared.exchange.is_asked:
             stopping = self.record_steps()
             # Without a source an epoch cannot be resumed midway. At the end of an epoch, code after the user's loop
             # over batches may need the loop's results.
             self._is_stopping = self._is_stopping or stopping
             is_kept = self.prepared.source is not None and not self.prepared.is_renewed
             has_ended = (not is_kept and self.epochs) or self.position.within == self.steps
-            self._is_due = (self._is_stopping or save) and not has_ended
+            self._is_due = (self._is_stopping or save) and not has_ended and not waits
             if saves:
                 self.save_due()
 
@@ -289,7 +294,9 @@ class Loop:
 
     def _non_finite_error(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
-        doubt = self.checks.replicas.explain_loss(self.position.step, step)
+        doubt = ""
+        if not self.prepared.exchange.has_drifted:
+            doubt = self.checks.replicas.explain_loss(self.position.step, step)
         location, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
             rank, folder = self._world.rank, self.folder / "failures"
@@ -308,16 +315,17 @@ class Loop:
 
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
-        if self.prepared.exchange.keeps_replicas:
+        if not self.prepared.exchange.has_drifted:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:
         """Compare the replicas, then save a checkpoint (*collective*)."""
         if not self._is_measurement:
+            self.prepared.synchronise()
             self.confirm()
             step, scored = self.position.step, self._score
             score = scored[1] if scored is not None and scored[0] == step else None
-            self._score, self._saved_at, self._is_due = None, step, False
+            self._score, self._saved_at, self._is_due, self._has_waited = None, step, False, False
             if self._saver is not None:
                 self._saver.save(self._capture, step=step, score=score)
         self.start_clock()

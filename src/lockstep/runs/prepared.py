@@ -22,6 +22,7 @@ from ..checkpoint.state import (
     State,
     add_buffers,
     buffer_owners,
+    few,
     laid_out_as,
     load_model,
     load_optimizer,
@@ -34,7 +35,7 @@ from ..checks.digest import digest
 from ..checks.samples import Indices
 from ..config.schema import RunConfig
 from ..data.ranks import is_changed
-from ..errors import RequestError
+from ..errors import RequestError, RunError
 from ..exchange.base import Exchange
 from ..files import shown, understanding
 from ..nn import sync_batchnorm
@@ -200,15 +201,36 @@ class Prepared:
 
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
-        if self.exchange.divides_state:
-            tensors = {name: tensor.detach() for name, tensor in self._weights() if not is_shard(tensor)}
+        tensors = {name: tensor.detach() for name, tensor in self._weights() if not is_shard(tensor)}
+        if self.exchange.divides_state or self.exchange.is_rare:  # else other settings soon show in the weights
             settings = [settings for optimizer in self.optimizers for settings in _settings_of(optimizer)]
             numbers = [float(value) for group in settings for _, value in sorted(group.items())]
             tensors |= self.exchange.evidence(digest)
             tensors["optimizer/settings"] = torch.tensor(numbers, dtype=torch.float64)
-        else:
-            tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
+        if not self.exchange.divides_state:
+            tensors |= optimizer_tensors(self._all, self.optimizers)
         return tensors | dict(self._statistics()) if self.batchnorm == "sync" else tensors
+
+    def synchronise(self) -> None:
+        """Make ranks equal that have stepped by their own gradients, if the exchange has them do so (*collective*).
+
+        Raises `RunError` for ranks whose optimizers have the state of different parameters.
+        """
+        if not (self.exchange.is_rare and self.exchange.has_drifted):
+            return
+        tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
+        for name, model in self.groups.items():
+            tensors |= {f"{name}/{key}": buffer for key, buffer in model.named_buffers()}
+        tensors = dict(sorted(tensors.items()))  # optimizers keep states in the order of the first gradients
+        names = self.world.gather([*tensors])
+        if odd := sorted(set[str]().union(*names) - set.intersection(*map(set, names))):
+            raise RunError(
+                f"At step {self.world.progress.step + 1}, not all ranks have {few(odd)}: with --exchange "
+                f"{self.config.parallel.exchange}, each rank has to train the same parameters."
+            )
+        by_rank = self.world.stack(torch.stack([digest([tensor]).to(self.world.device) for tensor in tensors.values()]))
+        differs = (by_rank != by_rank[0]).any(0).tolist()
+        self.exchange.synchronise([tensor for tensor, differ in zip(tensors.values(), differs, strict=True) if differ])
 
     def copies(self) -> Sequence[Mapping[str, Tensor]]:
         """Return the weights on this process's further devices."""
@@ -219,6 +241,7 @@ class Prepared:
         source = self.source
         return {
             "batchnorm": self.batchnorm,
+            "exchange": self.config.parallel.exchange if self.exchange.has_state else "",
             "replicas": self.replicas,
             "accumulation": 1 if source is None else source.plan.accumulation,
             "batch": 0 if source is None else source.plan.global_size,
@@ -249,6 +272,7 @@ class Prepared:
         meta["others"] = [pack(item.state_dict(), tensors, names) for item in self.stateful_objects]
         meta |= {"made": self._settings, "kinds": self._kinds(), "orders": self._orders()}
         meta["buffers"] = {name: buffer_owners(model) for name, model in self.groups.items()}
+        tensors |= {f"exchange/{name}": tensor for name, tensor in self.exchange.state().items()}
         if pending:
             for name, parameter in self._all.named_parameters():
                 if (gradient := parameter.grad) is not None:
@@ -318,6 +342,7 @@ class Prepared:
             load_optimizer(optimizer, loaded)
         if not self.is_recipe:
             self._note_restored_settings(state)
+        self.exchange.load_state(state.part("exchange"))
         for item, saved in zip(self.stateful_objects, state.meta["others"], strict=True):
             item.load_state_dict(unpack(saved, state.tensors))
         gradients = state.part("gradients")
@@ -334,8 +359,13 @@ class Prepared:
                 load_model(model, state.part(name), extra.get(name))
 
     def _check_data(self, state: State) -> None:
-        """Raise `RequestError` if sample order or batch statistics would change."""
+        """Raise `RequestError` if sample order or batch statistics would change, or what an exchange owes be lost."""
         current, saved = self._facts(), state.meta
+        if (before := saved.get("exchange")) and before != current["exchange"]:
+            raise RequestError(
+                f"{shown(state.origin)} holds the state of --exchange {before}, which this run cannot continue; give "
+                f"--exchange {before} and several ranks, or begin a new run with its weights."
+            )
         for label, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
             # A loop that makes its loader within an epoch has none yet.
             if saved[key] != current[key] and self.source is not None:

@@ -30,6 +30,7 @@ def describe_start(loop: Loop) -> dict[str, Any]:
         "devices": prepared.replicas,
         "precision": prepared.precision.name,
         "exchange": "" if world.size == 1 or config.parallel.exchange == "full" else config.parallel.exchange,
+        **prepared.exchange.settings,
         "collectives": "none" if world.size == 1 else "gloo" if world.memory is None else "shared-memory",
         "batchnorm": prepared.batchnorm,
         "recomputed": counted(count, "module") if (count := prepared.recomputation.count) else "",

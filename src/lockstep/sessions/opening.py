@@ -37,7 +37,10 @@ def session(
     strategy: Literal["auto", "ddp", "zero1", "fsdp"] = "auto",
     shard_modules: Sequence[str] = (),
     shard_size: int | None = None,
-    exchange: Literal["full", "bf16", "fp16"] = "full",
+    exchange: Literal["full", "bf16", "fp16", "powersgd", "local-sgd", "diloco"] = "full",
+    exchange_every: int | None = None,
+    powersgd_rank: int | None = None,
+    powersgd_start: int | None = None,
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32",
     deterministic: bool = False,
     checkpoint_activations: Sequence[str] = (),
@@ -71,7 +74,12 @@ def session(
     - `shard_modules`: under fsdp, the classes of the modules whose weights are gathered one at a time, by name or
       shell pattern. Default: those that repeat.
     - `shard_size`: under fsdp, the ranks that divide the weights, such as those of a node. Default: all.
-    - `exchange`: "bf16" and "fp16" round the gradients that ranks send: half of the bytes, and other numbers.
+    - `exchange`: "bf16" and "fp16" round the gradients that ranks send, "powersgd" sends matrices of low rank; with
+      "local-sgd" and "diloco", ranks step by their own gradients, and exchange weights every few steps. All but "full"
+      train another model.
+    - `exchange_every`: optimizer steps between two exchanges of weights. Default: 100.
+    - `powersgd_rank`: rank of the matrices. Default: 4.
+    - `powersgd_start`: optimizer steps with full gradients before powersgd begins. Default: 0.
     - `precision`: "auto" uses bf16 if the hardware has it; then the model depends on the hardware.
     - `deterministic`: use only algorithms with reproducible bits.
     - `checkpoint_activations`: class names, or shell patterns of them, of modules whose activations are recomputed in

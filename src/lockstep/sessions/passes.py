@@ -182,6 +182,13 @@ class Passes:
             self._draws.come_to(self.shares.newest_open)  # the loop may draw for batches that it keeps
             if counts and loop.is_running:
                 self.compare()
+                if self._prepared.exchange.has_drifted and loop.is_done and loop.position.within != loop.steps:
+                    loop.warn(
+                        "max_steps has ended the run between two exchanges of weights, and they are exchanged now: a "
+                        "run that continues from here differs from one without this end; give a multiple of "
+                        "--exchange-every"
+                    )
+                self._prepared.synchronise()
                 loop.position.is_open = loop.epochs is not None
                 self.at_data_end = "" if loop.folder is None else self._prepared.fingerprint()
                 if loop.epochs is None and loop.position.step + stepper.has_stepped > steps:
@@ -239,6 +246,7 @@ class Passes:
         self.shares.leave()
         self.shares.forget()
         self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
+        self._prepared.synchronise()
         self.begin_epoch()
         loop, position = self._loop, self._loop.position
         is_within = loop.is_done and position.within != loop.steps and bool(self.at_data_end)
@@ -332,6 +340,7 @@ class Passes:
         self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
         self._draws.end()
         exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
+        self._prepared.synchronise()
         shared, evaluated = self._evaluation_shares(loader) if isinstance(loader, DataLoader) else loader, 0
         self._warn_of_evaluation(shared)
         outer_share = self.evaluated_share

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .. import _torch
 from ..checkpoint.shards import is_shard
+from ..config.registry import UNSCALED
 from ..errors import RequestError
 from ..nn import sync_batchnorm
 from ..nn.attach import attach, gate_schedule
@@ -49,7 +50,8 @@ class Preparation:
         if isinstance(part, nn.Module):
             parts.check_plain(part)
             if sync_batchnorm.has_batchnorm(part):
-                prepared.batchnorm = "local" if prepared.config.parallel.batchnorm == "local" else "sync"
+                is_local = prepared.config.parallel.batchnorm == "local" or prepared.exchange.is_rare
+                prepared.batchnorm = "local" if is_local else "sync"
                 if prepared.batchnorm == "sync":
                     sync_batchnorm.convert(part, prepared.world)
                     self._resources.callback(sync_batchnorm.restore, part)
@@ -131,6 +133,12 @@ class Preparation:
             raise RequestError(
                 "session.prepare was given a GradScaler, and precision='fp16' scales losses already: leave the "
                 "GradScaler out, or precision='fp16'."
+            )
+        exchange, size = self._prepared.config.parallel.exchange, self._prepared.world.size
+        if exchange in UNSCALED and size > 1 and scaler.is_enabled():
+            raise RequestError(
+                f"session.prepare was given a GradScaler, and --exchange {exchange} cannot work with a loss scale, "
+                "which varies; compute in bf16, without one."
             )
 
         def scale(method: Callable[..., Any], outputs: Any) -> Any:

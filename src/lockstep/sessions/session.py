@@ -476,6 +476,7 @@ class Session:
         value = None if value is None else float(value)
         numbers = plain("session.score", values)
         self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{value!r} {numbers or ''}".rstrip()])
+        self.prepared.synchronise()  # the weights that are scored are those that are saved
         self.loop.judge(value, on, numbers)
 
     def at_end(self, function: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -498,6 +499,7 @@ class Session:
             raise RequestError("session.load_best needs a run's folder, which has the best weights: give output=.")
         self._stepper.settle(saves=False)
         self.prepared.exchange.meet(Header(base.LOAD_BEST, self.step))
+        self.prepared.synchronise()
         if self._has_left and not loop.is_finished:  # `last` shall have the weights of the last step
             loop.save()
         step = loop.load_best()

@@ -141,15 +141,18 @@ class Stepper:
     def _factor(
         self, handed: Handed | None, weight: float | Tensor | None, reduction: str
     ) -> tuple[float | Tensor, tuple[float, float] | None]:
-        """Return a loss's factor, and (remaining, expected) samples if some may have been dropped."""
-        ranks = self._prepared.world.size
+        """Return a loss's factor, and (remaining, expected) samples if some may have been dropped.
+
+        Also if ranks step by their own gradients, whose means are over these samples.
+        """
+        ranks, is_own = self._prepared.world.size, self._prepared.exchange.is_rare
         if weight is not None:
             return 1.0, None
         if handed is None:
             return 1 / ranks if reduction == "mean" else 1.0, None
         share = handed.share
         if reduction == "sum":
-            return float(share.size > 0), None
+            return float(share.size > 0), (float(share.size), float(share.total)) if is_own else None
         if share.size == share.total and ranks == 1:
             return 1.0, None
         if handed.samples is None:
@@ -158,7 +161,7 @@ class Stepper:
                 f"{share.size}: its shares cannot be weighed. Say what the loss is a mean over, as in "
                 "session.backward(loss, weight=…)."
             )
-        expected = (float(handed.samples), float(share.total)) if handed.may_drop else None
+        expected = (float(handed.samples), float(share.total)) if handed.may_drop or is_own else None
         return handed.samples / share.total, expected
 
     def step(self, optimizer: Optimizer, step: Callable[[], Any], closure: Any) -> Any:
@@ -192,7 +195,12 @@ class Stepper:
             result = self._precision.step_one(optimizer, step)
         finally:
             self._stepping = None
+        prepared = self._prepared
+        prepared.exchange.count_step(is_new=not self._stepped_by)
         self._stepped_by.add(optimizer)
+        outer = (item for item in prepared.optimizers if item not in prepared.inner)
+        if prepared.exchange.is_due(is_complete=self._stepped_by.issuperset(outer)):
+            prepared.synchronise()
         self._lr = float(optimizer.param_groups[0]["lr"])
         self._parts_at_step = self._batch.number
         progress.enter("")
@@ -225,6 +233,8 @@ class Stepper:
         if self._stepped_by:  # a loop may step once per several batches: the step counts their sum
             self._stepped_by.clear()
             self._precision.update()
+            if saves and self._prepared.exchange.is_due(is_complete=True):
+                self._prepared.synchronise()
             norm, self.norm = self.norm, None
             loop.count_step(*self._batch.take_loss(), self._lr, norm)
             self._after_step(saves)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch import BatchNorm, TorchDispatchMode
 from ..checkpoint.state import few
-from ..config.registry import KINDS
+from ..config.registry import KINDS, RARE
 from .model_state import ModelState
 from .switches import EVERYTHING, Constants, Off, find_sample_state, find_unsteady_layer, switched_off
 from .workbench import ONE, TOLERANCE, Case, Workbench, beyond, find_factor, gaps, worst
@@ -27,6 +27,10 @@ _SENTENCES = {
     "local BatchNorm": "each replica normalises by the statistics of its share; use --batchnorm sync, which ddp "
     "has by default, or a norm that does not look at the batch",
     "rounded exchange": "gradients travel in 16 bits between the ranks; use --exchange full",
+    "low-rank exchange": "gradients travel as matrices of low rank, and ranks keep the rest for the next step; use "
+    "--exchange full",
+    "rare exchange": "each rank steps by its own gradients, and weights are exchanged every few steps; use --exchange "
+    "full",
     "a loss that divides by the local batch": "--loss returns the mean of the samples it is given, although "
     'reduction="sum" is asked for: ranks with other counts weigh samples differently; return the sum',
     "a loss that couples samples": "--loss of a batch is not the sum of its samples' losses: each rank sees its share "
@@ -46,6 +50,13 @@ _SENTENCES = {
     "unexplained": "no cause that can be switched off explains the difference alone: several act together, one acts "
     "only at times, or it cannot be switched off",
 }
+EXCHANGES = {
+    "bf16": "rounded exchange",
+    "fp16": "rounded exchange",
+    "powersgd": "low-rank exchange",
+    **dict.fromkeys(RARE, "rare exchange"),
+}
+"""Causes of an exchange's own, by design."""
 
 
 class Cause(NamedTuple):
@@ -105,12 +116,13 @@ def find(bench: Workbench, strategy: str, case: Case, tolerance: float) -> list[
             add(name, residual, worst(residual), detail)
             return causes
         residual = remaining
+    exchange = EXCHANGES.get(bench.config.parallel.exchange, "")
     has_statistics = any(isinstance(module, BatchNorm) for module in bench.job(strategy).model.modules())
     for switch, name, is_present in (
         ("data", "data", KINDS[strategy].has_ranks and bench.world.size > 1),
         ("randomness", "randomness", True),
         ("statistics", "local BatchNorm", has_statistics),
-        ("exchange", "rounded exchange", bench.config.parallel.exchange != "full" and KINDS[strategy].has_ranks),
+        ("exchange", exchange, bool(exchange) and KINDS[strategy].has_ranks),
         ("loss", "", bench.step is None),
     ):
         off = EVERYTHING - {switch}

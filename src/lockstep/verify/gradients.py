@@ -137,10 +137,11 @@ def examine(config: RunConfig, world: World, names: list[str], tolerance: float,
 def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -> Answer:
     """Measure one strategy (*collective*). `alone`: the user requested it by name."""
     has_ranks, rows = KINDS[strategy].has_ranks, list[Row]()
+    method = bench.job(strategy).method
     differing: dict[str, frozenset[int]] = {}
     for case in bench.cases:
         gradients = bench.under(strategy, case)
-        for difference in compare(bench.world, gradients) if has_ranks else ():
+        for difference in compare(bench.world, gradients) if has_ranks and not method.exchange.is_rare else ():
             differing[difference.name] = differing.get(difference.name, frozenset()) | {*difference.ranks}
         gap = gaps(gradients, bench.under(ONE, case))
         rows.append(Row(f"{case.name}, {case.size} samples", worst(gap), beyond(gap, tolerance)))
@@ -150,11 +151,11 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
         for cause in causes.find(bench, strategy, case, tolerance) if fails else ():
             merged[cause.name] = cause.merged(merged.get(cause.name, cause))
     reasons = []
-    for name in merged:
+    for name, cause in merged.items():
         reasons.append("each rank and micro-batch makes its own random draws in the model" * (name == "randomness"))
-        if name == "rounded exchange":
-            reasons[-1] = "gradients are rounded to 16 bits between the ranks"
-        if name == "local BatchNorm" and not alone and not bench.job(strategy).method.can_sync_batchnorm:
+        if name in causes.EXCHANGES.values():
+            reasons[-1] = cause.sentence.partition("; use")[0]
+        if name == "local BatchNorm" and not alone and not method.can_sync_batchnorm:
             reasons[-1] = f"each replica has its own batch statistics under {strategy}: another model"
     by_design = "; ".join(reasons) if all(reasons) and not differing else ""
     return Answer(strategy, tuple(rows), tuple(merged.values()), differing, by_design)

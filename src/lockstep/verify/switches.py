@@ -25,7 +25,7 @@ EVERYTHING: Off = frozenset(
         "data",  # each rank's own reading of the data: all use rank 0's
         "randomness",  # random draws of the model, such as dropout: constants replace them
         "statistics",  # BatchNorm's batch statistics: the running ones are used
-        "exchange",  # 16 bits in the exchange: gradients travel as they are
+        "exchange",  # what an exchange does to gradients: they are summed as they are
         "loss",  # coupling of samples in the loss: it is called for one at a time, and summed
     )
 )

@@ -28,7 +28,6 @@ from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError
-from ..exchange.allreduce import AllReduce
 from ..exchange.base import BACKWARD, Header, Part, Pass
 from ..jobs.job import Job, assemble
 from ..training.draws import GlobalDraws
@@ -105,7 +104,7 @@ class Workbench:
         self.config, self.world, self.step = config, world, step
         # The user's step may query torch's world size or communicate: for one process, the world is one rank.
         self._group_of_one: Any = None if world.group is None else dist.new_group([0])
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[tuple[str, bool], Job] = {}
         self._read: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._data: Splits | None = None
         first = self.job(config.parallel.strategy)
@@ -121,18 +120,21 @@ class Workbench:
         self.cases = _cases(config, first.samples, self.replicas, own_step=step is not None)
         world.together(self._check_reference)
 
-    def job(self, strategy: str) -> Job:
-        """Return the job of a strategy; assemble it at the first call."""
-        if strategy not in self._jobs:
+    def job(self, strategy: str, *, is_plain: bool = False) -> Job:
+        """Return the job of a strategy, with full gradients if `is_plain`; assemble it at the first call."""
+        if (strategy, is_plain) not in self._jobs:
             parallel, kind = self.config.parallel, KINDS[strategy]
             overrides: dict[str, Any] = {} if kind.has_ranks else {"devices": None, "batchnorm": "auto"}
+            overrides |= {"powersgd_start": None}
+            if is_plain or not kind.has_ranks:
+                overrides |= {"exchange": "full", "exchange_every": None, "powersgd_rank": None}
             if kind.drives_all and not kind.has_ranks:
                 overrides["devices"] = parallel.devices or self.world.size
             # Each case has its own micro-batches.
             config = override(self.config, strategy=strategy, accumulate=None, micro_batch=None, **overrides)
             world = self.world if kind.has_ranks else World.alone(self.world.device)
-            self._jobs[strategy] = assemble(config, world, data=self._data)
-        return self._jobs[strategy]
+            self._jobs[strategy, is_plain] = assemble(config, world, data=self._data)
+        return self._jobs[strategy, is_plain]
 
     def close(self) -> None:
         """Close the data set."""
@@ -145,7 +147,9 @@ class Workbench:
         `seed` sets the model's randomness.
         """
         if KINDS[strategy].has_ranks:
-            return self._compute(self.job(strategy), self._share(case, same="data" in off), case, off, seed=seed)
+            is_plain = "exchange" in off and self.config.parallel.exchange != "full"
+            job, micros = self.job(strategy, is_plain=is_plain), self._share(case, same="data" in off)
+            return self._compute(job, micros, case, off, seed=seed)
         if not self.world.is_main:
             return {}
         with nullcontext() if self._group_of_one is None else as_default_group(self._group_of_one):
@@ -200,9 +204,7 @@ class Workbench:
         loss_fn = sum_by_sample(job.loss_fn) if "loss" in off else job.loss_fn
         with switched_off(job.model, off, job.method.devices), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
-            if isinstance(exchange := job.exchange, AllReduce) and "exchange" in off:
-                stack.callback(setattr, exchange, "wire", exchange.wire)
-                exchange.wire = None
+            job.exchange.load_state({})  # each batch is a first one
             if seed is not None:
                 seed_all(seed)
             elif self.config.batch.draws == "global" and case.accumulation == 1:
