@@ -78,7 +78,8 @@ def spread(strategy: str, replicas: int) -> tuple[int, dict[str, Any]]:
     if kind.has_two_levels:
         each = 2 if replicas > 2 and replicas % 2 == 0 else 1
     ranks = replicas // each if kind.has_ranks else 1
-    return ranks, {"strategy": strategy, "devices": each if kind.drives_all else None}
+    options = {"strategy": strategy, "devices": each if kind.drives_all else None}
+    return ranks, options | ({"shard_modules": ("*",)} if kind.divides_weights else {})
 
 
 def apart(ours: Curve, theirs: Curve) -> float:
