@@ -35,6 +35,7 @@ CHAPTERS = {
     13: "speed",
     14: "faults",
     15: "sharding",
+    16: "slow_networks",
 }
 """The module of each chapter here, and its page in docs/notes: 7 is `means.py` and `07-means.md`."""
 FIGURES = {"en": "docs/notes/figures", "zh": "docs/zh/notes/figures"}
