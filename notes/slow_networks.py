@@ -20,8 +20,8 @@ RANK = 1
 """Of the matrices of PowerSGD."""
 EVERY = 22
 """Inner steps of local SGD and DiLoCo: an epoch."""
-OUTER = {"local SGD": (1.0, 0.0), "DiLoCo": (0.7, 0.9)}
-"""Learning rate and momentum of the outer step."""
+OUTER = {"local SGD": (1.0, 0.0), "DiLoCo": (0.7, 0.9), "DiLoCo, outer rate 0.1": (0.1, 0.9)}
+"""Learning rate and momentum of the outer step. The last multiplies a lasting movement by 0.1 / (1 - 0.9) = 1."""
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RANKS = (2, 8, 64)
 
@@ -117,7 +117,7 @@ def train(exchange: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     anchors = [parameter.detach().clone() for parameter in inner.parameters()]
     velocities = [torch.zeros_like(anchor) for anchor in anchors]
-    losses, apart, weights = [], 0.0, []
+    losses, drift, weights = [], 0.0, []
     step = 0
     for _ in range(EPOCHS):
         order = torch.randperm(len(images), generator=generator)
@@ -128,15 +128,15 @@ def train(exchange: str) -> dict[str, Any]:
             optimizer.step()
             step += 1
             if step % EVERY == 0 and exchange in OUTER:
-                if apart == 0:
-                    apart = _distance(inner)
+                if drift == 0:
+                    drift = _distance(inner)
                 outer_step(inner, anchors, velocities, *OUTER[exchange])
         weights.append(flat([*inner.parameters()]))
         with torch.no_grad():
             losses.append(float(nn.functional.cross_entropy(inner(images), classes)))
             accuracy = float((inner(tested.flatten(1)).argmax(1) == answers).double().mean())
     results = {"losses": losses, "accuracy": accuracy, "weights": weights}
-    return results | ({"ranks apart before the first exchange": apart} if apart else {})
+    return results | ({"ranks apart before the first exchange": drift} if drift else {})
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def _distance(model: nn.Module) -> float:
     return float((own - total / 2).norm() / (total / 2).norm())
 
 
-EXCHANGES = ("float32", "bf16", "fp16", "PowerSGD", "PowerSGD, error forgotten", "local SGD", "DiLoCo")
+EXCHANGES = ("float32", *WIRES, "PowerSGD", "PowerSGD, error forgotten", *OUTER)
 
 
 def trained() -> dict[str, Any]:
