@@ -34,6 +34,8 @@ CHAPTERS = {
     12: "learning_rate",
     13: "speed",
     14: "faults",
+    15: "sharding",
+    16: "slow_networks",
 }
 """The module of each chapter here, and its page in docs/notes: 7 is `means.py` and `07-means.md`."""
 FIGURES = {"en": "docs/notes/figures", "zh": "docs/zh/notes/figures"}
