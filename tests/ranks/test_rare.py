@@ -136,6 +136,40 @@ def test_weights_are_those_of_all_ranks_steps_in_one_process(
         torch.testing.assert_close(first[key], tensor, rtol=1e-9, atol=1e-12)
 
 
+def step_later(world: World, exchange: str, every: int, output: str) -> str:
+    """Evaluate between a backward pass and its step; return the error of a run that saves gradients, or ""."""
+    folder = {"output": output} if output else {}
+    session = loops.session(world, exchange=exchange, exchange_every=4, verify_every=1, **folder)
+    model = net()
+    optimizer = optimize(model, "SGD")
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(TensorDataset(*data()), BATCH))
+    evaluated, number = DataLoader(TensorDataset(*data()), BATCH), 0
+    try:
+        with session:
+            for _ in session.epochs(2):
+                for x, y in loader:
+                    session.backward(nn.functional.cross_entropy(model(x), y))
+                    for images, _ in session.evaluating(evaluated):
+                        model(images)
+                    number += 1
+                    if number % every == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_exchange_between_backward_and_step_leaves_the_ranks_alike(pool: RankPool, exchange: str) -> None:
+    assert pool.run(2, step_later, exchange, 1, "") == ["", ""]
+
+
+def test_gradients_of_each_rank_are_not_saved_as_one(pool: RankPool, tmp_path: Path) -> None:
+    for sentence in pool.run(2, step_later, "local-sgd", 3, str(tmp_path / "run")):
+        assert sentence.startswith("--exchange local-sgd: gradients wait for a step at a save")
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_stopped_run_waits_for_an_exchange_and_continues_with_the_same_bits(
     pool: RankPool, tmp_path: Path, exchange: str
@@ -149,8 +183,8 @@ def test_a_stopped_run_waits_for_an_exchange_and_continues_with_the_same_bits(
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize("collectives", ["shared-memory", "gloo"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("collectives", [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.parametrize("exchange", [pytest.param("local-sgd", marks=pytest.mark.slow), "diloco"])
 def test_checkpoints_wait_for_an_exchange_and_continue_with_the_same_bits(
     pool: RankPool, tmp_path: Path, exchange: str, collectives: str
 ) -> None:

@@ -79,11 +79,14 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
                 scores = net(x)
                 kept = y.clone()
                 kept[x[:, 1] > 0] = -100  # a rank may have no label at all
-                session.backward(
-                    nn.functional.cross_entropy(scores, kept), weight=(kept != -100).sum(), retain_graph=True
-                )
+                has_label = (kept != -100).to(scores.dtype)
+                losses_of_rows = -scores.log_softmax(1).gather(1, y[:, None])[:, 0]
+                loss = (losses_of_rows * has_label).sum() / has_label.sum()  # 0/0 without a label
+                session.backward(loss, weight=has_label.sum(), retain_graph=True)
                 session.backward(0.1 * scores.square().mean())
-                nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+                norm = nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+                assert float(session.max(norm)) == pytest.approx(float(whole(norm)))
+                session.log(norm=norm)
                 losses.append(float(session.mean(scores.detach().square().mean())))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -98,7 +101,9 @@ def test_a_loop_has_the_weights_of_one_process(pool: RankPool, accumulate: int) 
     """On 4 ranks some have no label in a batch, and yet their samples are in the statistics of BatchNorm."""
     options: dict[str, Any] = {"accumulate": accumulate}
     losses, weights = pool.run(1, learn, "auto", options)[0]
-    ways: list[tuple[str, int, int | None]] = [("fsdp", 2, None), ("fsdp", 3, None), ("fsdp", 4, 2), ("ddp", 4, None)]
+    ways: list[tuple[str, int, int | None]] = [("fsdp", 4, 2), ("ddp", 4, None)]
+    if accumulate == 1:
+        ways += [("fsdp", 2, None), ("fsdp", 3, None)]
     for strategy, ranks, size in ways:
         for here, tensors in pool.run(ranks, learn, strategy, options | {"shard_size": size}):
             assert here == pytest.approx(losses, rel=1e-9)

@@ -314,6 +314,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     divides_weights = parallel.strategy in KINDS and KINDS[parallel.strategy].divides_weights
     if (parallel.shard_modules or parallel.shard_size) and not divides_weights:
         yield "--shard-modules and --shard-size belong to --strategy fsdp."
+    if divides_weights and config.precision.channels_last == "on":
+        yield f"--channels-last on cannot work under --strategy {parallel.strategy}, which divides contiguous tensors."
     if divides_weights and parallel.exchange != "full":
         yield f"--exchange {parallel.exchange} cannot work under --strategy {parallel.strategy}; take ddp or zero1."
     is_range = re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", parallel.nodes_asked, re.ASCII)

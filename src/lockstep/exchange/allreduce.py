@@ -224,8 +224,7 @@ class AllReduce(Exchange):
             return
         part = backward_pass.part
         self._counts[index] += 1
-        if isinstance(backward_pass.zeroed, Tensor):
-            gradient.masked_fill_(backward_pass.zeroed, 0)
+        backward_pass.clear_(gradient)
         if index in self._sparse:
             total = part.sparse.get(index)
             part.sparse[index] = gradient if total is None else total + gradient

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import Hooks, UserHooks
+from ..checkpoint.shards import whole
 from ..checkpoint.state import few
 from ..errors import RunError
 from ..world.world import World
@@ -86,7 +87,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Pass:
-    """One backward pass. `run` computes it; gradients of a pass with `zeroed` (bool or 0-dim) count as 0."""
+    """One backward pass. `run` computes it; gradients of a pass with `zeroed` (bool or 0-dim) count as 0.
+
+    Of a `weightless` pass (bool or 0-dim), those that are not finite do: its loss is a mean over nothing, but other
+    ranks' losses depend on this rank's samples.
+    """
 
     run: Callable[[], None]
     part: Part
@@ -94,6 +99,14 @@ class Pass:
     weight: float | Tensor
     is_last: bool
     zeroed: bool | Tensor = False
+    weightless: bool | Tensor = False
+
+    def clear_(self, gradient: Tensor) -> None:
+        """Set what does not count of a gradient to 0, in place."""
+        if isinstance(self.zeroed, Tensor):
+            gradient.masked_fill_(self.zeroed, 0)
+        if self.weightless is not False:
+            gradient.masked_fill_(~gradient.isfinite() & self.weightless, 0)
 
 
 class Exchange:
@@ -137,18 +150,17 @@ class Exchange:
         without a gradient on any rank; until then it is None. Raises `RunError` for ranks with different headers.
         """
         part = backward_pass.part
-        adds_in_place = backward_pass.zeroed is False
+        adds_in_place = backward_pass.zeroed is False and backward_pass.weightless is False
         if adds_in_place:
             _show(part.gradients)
         with self._user_hooks.removed(self.parameters, {}) as part.hooks:
             backward_pass.run()
         if not adds_in_place:
-            if isinstance(backward_pass.zeroed, Tensor):
-                for parameter in self.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.masked_fill_(backward_pass.zeroed, 0)
-            else:
+            if backward_pass.zeroed is True:
                 self.hide()
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    backward_pass.clear_(parameter.grad)
             for parameter, gradient in part.gradients:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         if not backward_pass.is_last:
@@ -194,7 +206,7 @@ class Exchange:
         """Divide the optimizers' state among the ranks, if the method does; called before the first step."""
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Prepare for a step, after the user's last change of the optimizer's hooks."""
+        """Prepare for a step of an optimizer: called on every rank right before it."""
 
     def mute(self) -> None:
         """Send nothing from now on, to measure steps without exchange: another exchange has the gradients."""
@@ -250,7 +262,7 @@ def _show(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 def on_device(value: float | Tensor, device: torch.device) -> Tensor:
     """Return the number as float64 (0-dim) on `device`. The host does not wait for the device."""
     if isinstance(value, Tensor):
-        return value.detach().to(device, torch.float64)
+        return whole(value).to(device, torch.float64)
     return torch.full(
         (), float(value), dtype=torch.float64, device=device
     )  # filled there: the host would wait for a copy

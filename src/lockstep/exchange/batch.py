@@ -57,13 +57,12 @@ class GlobalBatch:
         run: Any,
         *,
         last: bool,
-        is_coupled: bool = False,
+        weightless: bool | Tensor = False,
         unscale: Callable[[], None] | None = None,
     ) -> None:
         """Add the gradients of `factor` · `loss` (0-dim) to the batch's (*collective*). `run(factor)` computes them.
 
-        With factor 0 they are zero, even if the loss is a mean over nothing, unless `is_coupled`: other ranks' losses
-        then depend on this rank's samples.
+        With factor 0 they are zero, even if the loss is a mean over nothing; see `Pass` on `weightless`.
 
         With a `weight`, the last micro-batch divides the sum by all ranks' weights. `share` is needed if a collate
         function may drop samples: (samples in this rank's mean, samples in the global batch that `factor` assumes).
@@ -99,9 +98,9 @@ class GlobalBatch:
             run(factor)  # autograd adds to existing gradients
         else:
             self._hidden += exchange.hide()
-            zeroed = not is_coupled and (factor <= 0 if isinstance(factor, Tensor) else factor == 0)
+            zeroed = weightless is False and (factor <= 0 if isinstance(factor, Tensor) else factor == 0)
             header = header._replace(part=number)
-            backward_pass = Pass(lambda: run(factor), part, header, self._weights[number], last, zeroed)
+            backward_pass = Pass(lambda: run(factor), part, header, self._weights[number], last, zeroed, weightless)
             weights = exchange.backward(backward_pass)
             if weights is not None and (weight is not None or share is not None):
                 divisor = self._divisor(weights, None if share is None else share[1])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..world.world import World
 from .allreduce import AllReduce
@@ -48,9 +49,6 @@ class Rare(AllReduce):
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`: `.grad` is this rank's own, scaled up from its share to the global batch."""
         self._trained_checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in self.parameters))
-        for parameter in self.parameters:
-            if parameter.requires_grad and parameter not in self._anchors:
-                self._anchors[parameter] = parameter.detach().clone()
         header = (
             self._start_header(self._header(backward_pass), backward_pass.weight) if backward_pass.is_last else None
         )
@@ -75,6 +73,12 @@ class Rare(AllReduce):
     def divide(self, part: Part, divisor: Tensor) -> None:
         """See `Exchange.divide`."""
         Exchange.divide(self, part, divisor)
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """See `Exchange.begin_step`."""
+        for parameter in self.parameters:
+            if parameter.requires_grad and parameter not in self._anchors:
+                self._anchors[parameter] = parameter.detach().clone()
 
     def count_step(self, *, is_new: bool) -> None:
         """See `Exchange.count_step`."""

@@ -31,7 +31,7 @@ from ..checkpoint.shards import is_shard, local, shard_as
 from ..errors import RequestError, RunError
 from ..world.world import World, new_group
 from .allreduce import AllReduce
-from .base import MOST_PARTS, Part, Pass
+from .base import MOST_PARTS, Header, Part, Pass, check_match
 from .blocks import check_divisible, find_blocks, with_forward
 
 _NOT_BY_ELEMENT = (Adafactor, LBFGS, Muon, SparseAdam)
@@ -163,6 +163,10 @@ class FullyShard(AllReduce):
         trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.parameters))
         header = header._replace(part=header.part + MOST_PARTS * trained)
         rows, work = self._start_header(header, backward_pass.weight) if is_last else (None, None)
+        if rows is not None and not rows.is_cuda:  # before collectives of other sizes, where ranks train other batches
+            if work is not None:
+                work.wait()
+            self._check(rows, is_read=True)
         for root in self._roots:
             root.set_requires_gradient_sync(is_last)
         for parameter, gradient in part.gradients:
@@ -182,8 +186,7 @@ class FullyShard(AllReduce):
         with self.world.progress.during("all-reduce"):
             if work is not None:
                 work.wait()
-            self._check(rows, is_read=True)
-            self._finish_sharded(part)
+            self._finish_sharded(part, header)
         return rows[:, 4]
 
     def divide(self, part: Part, divisor: Tensor) -> None:
@@ -245,7 +248,11 @@ class FullyShard(AllReduce):
         if backward_pass.zeroed is True:
             return torch.zeros_like(gradient)
         backward_pass.part.present[index] = True
-        return gradient.masked_fill(backward_pass.zeroed, 0) if isinstance(backward_pass.zeroed, Tensor) else None
+        if backward_pass.zeroed is False and backward_pass.weightless is False:
+            return None
+        gradient = gradient.clone()
+        backward_pass.clear_(gradient)
+        return gradient
 
     def _take_whole(self, backward_pass: Pass) -> None:
         """Move the gradients of parameters that each rank has into the part."""
@@ -254,32 +261,33 @@ class FullyShard(AllReduce):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or zeroed is True:
                 continue
-            if isinstance(zeroed, Tensor):
-                gradient.masked_fill_(zeroed, 0)
+            backward_pass.clear_(gradient)
             part.sparse[index] = gradient + part.sparse[index] if index in part.sparse else gradient
             part.present[index] = True
 
-    def _finish_sharded(self, part: Part) -> None:
+    def _finish_sharded(self, part: Part, header: Header) -> None:
         """Sum the gradients of whole parameters; drop those of parameters without one on any rank (*collective*)."""
         if part.gradients:
             raise RequestError(
-                "--strategy fsdp sums gradients in a global batch's last micro-batch, and here its loss depends on "
-                "fewer models than that of an earlier one; take --strategy zero1, or no accumulation."
+                "--strategy fsdp sums gradients in a global batch's last micro-batch, whose loss here does not depend "
+                "on all weights that an earlier one's does; take --strategy zero1, or no accumulation."
             )
-        rows = self.world.stack(torch.tensor([*part.present, self._order]))
+        # Through the host: on a GPU, it need not wait for the backward pass.
+        rows = self.world.stack(torch.tensor([*part.present, *header, self._order]))
+        check_match(rows[:, -4:-1].tolist(), self.world.progress.step)
         self._order = 0
         if len(set(rows[:, -1].tolist())) > 1:
             raise RunError(
                 f"At step {self.world.progress.step}, ranks have run different blocks of the model, or in another "
-                "order, and got each other's weights: have all of them run each block, make what some of them skip "
-                "part of a larger block (--shard-modules), or take --strategy zero1"
+                "order, and got each other's weights: have all of them run each block, name a class that contains the "
+                "layers that some of them skip by --shard-modules, or take --strategy zero1"
             )
         used = rows.amax(0).tolist()
         for index, parameter in self._whole.items():
             if used[index]:
                 mine = part.sparse.get(index, torch.zeros_like(parameter))
                 parameter.grad = self.world.stack(mine).sum(0)
-        for parameter, is_used in zip(self.parameters, used[:-1], strict=True):
+        for parameter, is_used in zip(self.parameters, used[:-4], strict=True):
             if not is_used:
                 parameter.grad = None
 

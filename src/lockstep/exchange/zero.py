@@ -137,7 +137,8 @@ class Zero1(AllReduce):
         with_gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         if with_gradient:
             gradient = with_gradient[self._steps % len(with_gradient)][1]
-            self._gradient_sum += gradient.detach().sum().abs()
+            # Of a step that a loss scale has made overflow, only that it did.
+            self._gradient_sum += gradient.detach().sum().abs().nan_to_num(nan=1.0, posinf=2.0)
         self._steps += 1
         for parameter, gradient in with_gradient:
             if not self.owns(parameter):
@@ -161,7 +162,11 @@ class Zero1(AllReduce):
 
     def _lay_out_step(self, optimizer: Optimizer) -> list[tuple[int, Bucket]]:
         """Return (owner, bucket) of the parameters that train: alike on all ranks, whatever gradients a rank has."""
-        key = tuple(parameter for parameter in parameters_of(optimizer) if parameter.requires_grad)
+        key = tuple(
+            parameter
+            for parameter in parameters_of(optimizer)
+            if parameter.requires_grad or parameter.grad is not None  # a frozen one may still have a gradient
+        )
         if key not in self._layouts_of_step:
             while len(self._layouts_of_step) >= _MOST_LAYOUTS:  # such as those before a layer was thawed
                 del self._layouts_of_step[next(iter(self._layouts_of_step))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,8 @@ def assemble(
     requested = config.batch
     method = methods.build(config.parallel, world)
     precision = Precision.of(config.precision, world.device)
+    if registry.KINDS[method.name].divides_weights:  # torch divides tensors in one memory order
+        precision = replace(precision, channels_last=False)
     precision.set_up_recipe(deterministic=config.precision.deterministic)
     if mismatch := world.find_mismatch({"devices": len(method.devices), "precision": precision.name}):
         raise RequestError(

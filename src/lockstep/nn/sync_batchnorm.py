@@ -17,6 +17,7 @@ The layers keep their identity and class: only their `forward` is replaced (see 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
@@ -43,6 +44,9 @@ class SyncBatchNorm:
 
     stand_in: ClassVar[bool] = False
     """Whether this rank's samples stand in for an empty share: statistics exclude them."""
+
+    weightless: ClassVar[bool | Tensor] = False
+    """Whether this rank's loss counts nothing (bool or 0-dim): a mean over nothing may have NaNs as gradients."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -146,6 +150,8 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         if x.is_cuda:
             dy = cuda_kernels.dense(dy, like=x)
+        if SyncBatchNorm.weightless is not False:  # else this rank's NaNs would be in all ranks' gradients
+            dy = dy.masked_fill(~dy.isfinite() & SyncBatchNorm.weightless, 0)
         kernels, eps = _kernels(x), ctx.eps
         if ctx.counts:
             dot, total = kernels.sums(dy, x, weight, mean, var, eps)
@@ -156,6 +162,19 @@ class _Normalise(torch.autograd.Function):
             means = kernels.summed(ctx.world, dot, total) / ctx.count
             dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means) if ctx.counts else torch.zeros_like(x)
         return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
+
+
+@contextmanager
+def without_weight(weightless: bool | Tensor) -> Iterator[None]:
+    """Run a backward pass whose loss may count nothing; see `SyncBatchNorm.weightless`."""
+    if weightless is False:
+        yield
+        return
+    SyncBatchNorm.weightless = weightless
+    try:
+        yield
+    finally:
+        SyncBatchNorm.weightless = False
 
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

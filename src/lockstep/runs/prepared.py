@@ -258,6 +258,15 @@ class Prepared:
         tensors = {name: local(tensor) for name, tensor in (*self._weights(), *self._statistics())}
         if non_finite := finite.find_non_finite(self.world, tensors):
             raise finite.error(step, non_finite, self.remedy())
+        if (
+            pending
+            and self.exchange.is_rare
+            and any(parameter.grad is not None for parameter in self._all.parameters())
+        ):
+            raise RequestError(
+                f"--exchange {self.config.parallel.exchange}: gradients wait for a step at a save, and a checkpoint "
+                "has no place for each rank's own: have the optimizer step before the epoch ends."
+            )
         with self.exchange.whole_state(self.optimizers):
             return self._state(pending)
 
@@ -352,7 +361,7 @@ class Prepared:
 
     def load_weights(self, state: State) -> None:
         """Load only the models and averages. Raises `RequestError` for tensors that do not fit."""
-        with understanding(state.origin or Path("the checkpoint")):
+        with understanding(state.origin or Path("the checkpoint")), self.exchange.whole_state(()):
             for name, model in self.groups.items():
                 extra = unpack(state.meta["extra"], state.tensors) if state.meta.get("extra") else {}
                 add_buffers(model, state.part(name), state.meta.get("buffers", {}).get(name, {}))

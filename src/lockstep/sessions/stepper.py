@@ -17,6 +17,7 @@ from ..errors import RequestError
 from ..exchange import base
 from ..exchange.base import Exchange, Header
 from ..exchange.batch import GlobalBatch
+from ..nn import sync_batchnorm
 from ..runs.loop import Loop
 from .shares import Handed
 
@@ -126,15 +127,18 @@ class Stepper:
             elif self._keeps_gradients is None and self._loop.position.epochs > 0:
                 self._keeps_gradients = False
         self.share = handed
+        weightless: bool | Tensor = False
+        if couples and (handed is None or handed.share.size > 0):
+            weightless = factor <= 0 if isinstance(factor, Tensor) else factor == 0
+
+        def run(factor: float | Tensor) -> None:
+            with sync_batchnorm.without_weight(weightless):
+                self._precision.backward(loss, factor, retain_graph=retain_graph)
+
         self._batch.backward(
-            recorded,
-            factor,
-            weight,
-            expected,
-            header,
-            lambda factor: self._precision.backward(loss, factor, retain_graph=retain_graph),
+            *(recorded, factor, weight, expected, header, run),
             last=handed is None or handed.share.last,
-            is_coupled=couples and (handed is None or handed.share.size > 0),
+            weightless=weightless,
             unscale=self._unscale,
         )
 
