@@ -21,6 +21,8 @@ from ..command import command
 from ..curves import apart, curve, same_bits
 from ..pool import RankPool
 
+COLLECTIVES = [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"]
+SLOW_LOCAL_SGD = pytest.param("local-sgd", marks=pytest.mark.slow)
 EXCHANGES = ["local-sgd", "diloco"]
 BATCH, SAMPLES, EPOCHS, RANKS = 20, 61, 3, 3  # the last batch has one sample, so that two ranks have none
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -183,8 +185,8 @@ def test_a_stopped_run_waits_for_an_exchange_and_continues_with_the_same_bits(
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize("collectives", [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"])
-@pytest.mark.parametrize("exchange", [pytest.param("local-sgd", marks=pytest.mark.slow), "diloco"])
+@pytest.mark.parametrize("collectives", COLLECTIVES)
+@pytest.mark.parametrize("exchange", ["diloco", SLOW_LOCAL_SGD])
 def test_checkpoints_wait_for_an_exchange_and_continue_with_the_same_bits(
     pool: RankPool, tmp_path: Path, exchange: str, collectives: str
 ) -> None:

@@ -19,6 +19,7 @@ from ..pool import RankPool
 
 VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
 VALUES |= {"max_steps": 8, "ema": 0.9, "checkpoint_every": 3}
+COLLECTIVES = [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"]
 OPTIMIZERS = ["SGD", "AdamW", "NAdam", "Rprop", "Adagrad", "Adafactor"]
 
 
@@ -72,7 +73,7 @@ def test_a_rank_has_the_state_of_its_own_parameters_and_all_have_the_bits_of_ddp
     assert all(count < expected[0][1] or not count for _, count, _ in divided)
 
 
-@pytest.mark.parametrize("collectives", [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.parametrize("collectives", COLLECTIVES)
 def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
     pool: RankPool, tmp_path: Path, collectives: str
 ) -> None:
