@@ -690,8 +690,8 @@ ranks with an unused layer leave it out of the sum: exchange/sharded.py
 + pass
 = ranks/test_sharded.py::test_a_loop_has_the_weights_of_one_process[1]
 a number's gradient is each rank's own: exchange/sharded.py
-- self.world.stack(mine).sum(0)
-+ self.world.stack(mine)[self.world.rank]
+- self.world.stack(gradient).sum(0)
++ self.world.stack(gradient)[self.world.rank]
 = ranks/test_sharded.py::test_a_loop_has_the_weights_of_one_process[1]
 a rank without labels leaves its samples out of the gradient of others' losses: sessions/stepper.py
 - if couples and (handed is None or handed.share.size > 0):

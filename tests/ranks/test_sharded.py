@@ -182,7 +182,7 @@ def refused(world: World, what: str) -> str:
 
 
 REFUSED = {
-    "blocks": "The model has no blocks that repeat: name the classes of its large parts by --shard-modules",
+    "blocks": "The model has no blocks that repeat: name the classes of its large parts, such as --shard-modules",
     "shared": "--strategy fsdp cannot divide a model with parameters that two blocks share (0.weight)",
     "optimizer": "--strategy fsdp divides tensors, and LBFGS steps on whole ones",
     "hook": "--strategy fsdp cannot divide a model with hooks on parameters from before session.prepare (0.weight)",

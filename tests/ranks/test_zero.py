@@ -125,6 +125,34 @@ def test_a_frozen_layer_with_a_gradient_is_stepped_on_all_ranks(pool: RankPool) 
         assert all(map(torch.equal, weights, expected))
 
 
+def overflow(world: World, strategy: str) -> tuple[list[Tensor], float]:
+    """Return the weights and the loss scale of a run whose first gradients overflow."""
+    session = loops.session(world, strategy=strategy, verify_every=1, precision="fp16")
+    net = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    x = 30 * torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+    net, optimizer, loader = session.prepare(
+        net, optimizer, DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 10, shuffle=True)
+    )
+    with session:
+        for _ in session.epochs(3):
+            for x, y in loader:
+                session.backward(500 * nn.functional.cross_entropy(net(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    scaler = session.precision.scaler
+    assert scaler is not None
+    return [parameter.detach().clone() for parameter in net.parameters()], scaler.get_scale()
+
+
+def test_a_step_that_overflows_is_skipped_as_under_ddp(pool: RankPool) -> None:
+    expected, scale = pool.run(2, overflow, "ddp")[0]
+    assert scale < 2**16
+    for weights, divided_scale in pool.run(2, overflow, "zero1"):
+        assert all(map(torch.equal, weights, expected))
+        assert divided_scale == scale
+
+
 def disagree(world: World, how: str) -> str:
     """Return the error of a loop in which rank 1 steps by another setting or gradient, "" if there is none."""
     session = loops.session(world, strategy="zero1", verify_every=1)

@@ -13,8 +13,8 @@ class Kind(NamedTuple):
     phrase: str
     has_ranks: bool  # several processes share the work
     drives_all: bool  # a process drives all devices that are used on its node, not one
-    divides_state: bool = False  # gradients are those of ddp, so that no default compares or measures it
-    divides_weights: bool = False
+    divides_state: bool = False  # each process has a part of the optimizers' state; not compared unless it is named
+    divides_weights: bool = False  # each process has a part of the weights as well
 
     @property
     def process_per_device(self) -> bool:

@@ -73,14 +73,15 @@ class Part:
 
     number: int = 0
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    """On a single process: gradients hidden from the loop until the batch is complete."""
+    """Gradients hidden from the loop until the batch is complete: of a single process, or of gathered parameters."""
     flats: list[Tensor] = field(default_factory=list)
-    """On several ranks: one tensor per bucket."""
+    """On several ranks with whole parameters: one tensor per bucket."""
     present: bytearray = field(default_factory=bytearray)
-    """Whether each parameter has a gradient in `flats`."""
+    """On several ranks: whether each parameter has a gradient here."""
     is_weighed: bool | None = None
     """Whether its losses come with weights; None before the first."""
     sparse: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients outside of `flats`, by the parameter's index: sparse ones, and of parameters that cannot be divided."""
     hooks: list[tuple[Tensor, Hooks, Hooks]] = field(default_factory=list)
     """User hooks that the last backward pass has skipped: they run on the global batch's gradients."""
 

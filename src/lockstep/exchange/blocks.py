@@ -1,4 +1,4 @@
-"""Blocks of a model: the modules whose weights are gathered, or whose activations are computed, one at a time."""
+"""Blocks of a model: the modules whose weights are gathered one at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (nn.Sequential, *_LISTS)
 
 
-def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--shard-modules") -> list[nn.Module]:
+def find_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """Return the outermost modules whose class names match one of the shell `patterns`.
 
     Without patterns: those of classes that repeat, have layers of their own, and are in a container of torch's.
-    Raises `RequestError` if there are none. `flag` is the option with the patterns.
+    Raises `RequestError` if there are none.
     """
     inner = [module for module in model.modules() if module is not model]
     names = {type(module).__name__ for module in inner}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise unknown(f"{flag} pattern", pattern, names, "It names classes of the model's modules.")
+            raise unknown("--shard-modules pattern", pattern, names, "It names classes of the model's modules.")
     inner = [module for module in inner if not isinstance(module, _LISTS)]
     if patterns:
         chosen = {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}
@@ -45,8 +45,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str], *, flag: str = "--sha
     if not blocks:
         weighted = {type(module).__name__ for module in inner if next(module.parameters(), None) is not None}
         raise RequestError(
-            f"The model has no blocks that repeat: name the classes of its large parts by {flag}, such as "
-            f"{flag} {min(weighted, default='Linear')}."
+            f"The model has no blocks that repeat: name the classes of its large parts, such as "
+            f"--shard-modules {min(weighted, default='Linear')}."
         )
     return blocks
 

@@ -5,8 +5,8 @@ over the ranks, each receiving its shard, while the backward pass still runs; un
 alone. The session weighs the sums, as in ddp. With a shard size, so many neighbouring ranks divide the weights, and
 these groups are replicas of each other (hybrid sharding).
 
-A shard has a replica in other groups at most. So the replica check compares what all ranks still have, the optimizers'
-settings and the buffers, and digests of the shards by group.
+Only hybrid sharding has replicas of a shard. The replica check compares the optimizers' settings, statistics, and the
+shards of different groups.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class FullyShard(AllReduce):
                 f"--shard-size {shard_size} does not divide {world.size} ranks into equal groups of 2 or more."
             )
         self._mesh: DeviceMesh | None = None
-        self._is_read = False
+        self._allows_state_dict = False
         """Whether a checkpoint's state is being read."""
         self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
-        self._whole: dict[int, nn.Parameter] = {}  # by index: numbers, and those outside of any forward pass
+        self._undivided: dict[int, nn.Parameter] = {}  # by index: scalars, and those outside of any forward pass
         self._guards: dict[nn.Parameter, Any] = {}  # hooks on the shards, which no loss may depend on
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # parameters before and after, until optimizers are known
 
@@ -76,7 +76,7 @@ class FullyShard(AllReduce):
         self.shard(model)
         super().attach(model)
         indices = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._whole |= {index: parameter for parameter, index in indices.items() if not is_shard(parameter)}
+        self._undivided |= {index: parameter for parameter, index in indices.items() if not is_shard(parameter)}
         for parameter in indices:
             if is_shard(parameter) and parameter not in self._guards:
                 self._guards[parameter] = _hook(parameter, partial(_refuse, parameter))
@@ -95,16 +95,16 @@ class FullyShard(AllReduce):
         Raises `RequestError` for a model without blocks, and for one that torch cannot divide.
         """
         blocks = find_blocks(model, self._patterns)
-        given = dict(model.named_parameters())
-        check_divisible(model, blocks, given)
-        numbers = {parameter for parameter in given.values() if not parameter.dim()}
-        for parameter in given.values():
+        parameters = dict(model.named_parameters())
+        check_divisible(model, blocks, parameters)
+        scalars = {parameter for parameter in parameters.values() if not parameter.dim()}
+        for parameter in parameters.values():
             parameter.data = parameter.data.contiguous()  # torch divides no other memory order
         mesh = self._mesh = self._mesh or self._make_mesh()
         roots = list(with_forward(model))
         for module in dict.fromkeys((*blocks, *roots)):
             # The root too: it would keep its weights after an evaluation, and the next one would use those.
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=numbers)
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
         for number, module in enumerate(model.modules()):
             if isinstance(module, FSDPModule):
                 note = partial(self._note_block, number)
@@ -118,7 +118,7 @@ class FullyShard(AllReduce):
                 register_hook(lambda *_: self._check_whole())  # stays, as the shards do
                 if module in roots:
                     self._roots.append(module)
-        self._replaced |= {given[name]: parameter for name, parameter in model.named_parameters()}
+        self._replaced |= {parameters[name]: parameter for name, parameter in model.named_parameters()}
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Exchange.adopt`. Raises `RequestError` for an optimizer that needs whole tensors."""
@@ -134,11 +134,11 @@ class FullyShard(AllReduce):
             for parameter in [parameter for parameter in state if parameter in self._replaced]:
                 entries, shard = state.pop(parameter), self._replaced[parameter]
                 state[shard] = {name: shard_as(shard, value) for name, value in entries.items()}
-        before = [weakref.ref(old) for old, new in self._replaced.items() if old is not new]
+        references = [weakref.ref(old) for old, new in self._replaced.items() if old is not new]
         self._replaced.clear()
-        if any(reference() is not None for reference in before):
+        if any(reference() is not None for reference in references):
             gc.collect()
-        if shapes := [tuple(old.shape) for reference in before if (old := reference()) is not None]:
+        if shapes := [tuple(old.shape) for reference in references if (old := reference()) is not None]:
             raise RequestError(
                 "--strategy fsdp replaces the model's parameters by shards in session.prepare, and this script still "
                 f"has {len(shapes)} of before (the first: shape {shapes[0]}), in a list or an optimizer: prepare the "
@@ -177,7 +177,7 @@ class FullyShard(AllReduce):
                 backward_pass.run()
         finally:
             self._pass = None
-        self._take_whole(backward_pass)
+        self._take_undivided(backward_pass)
         part.gradients = [(parameter, parameter.grad) for parameter in self._unsharded if parameter.grad is not None]
         for parameter, _ in part.gradients:
             parameter.grad = None
@@ -198,11 +198,11 @@ class FullyShard(AllReduce):
     @contextmanager
     def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """See `Exchange.whole_state`: shards, which their reader gathers one at a time."""
-        self._is_read = True
+        self._allows_state_dict = True
         try:
             yield
         finally:
-            self._is_read = False
+            self._allows_state_dict = False
 
     def close(self) -> None:
         """See `Exchange.close`."""
@@ -226,7 +226,7 @@ class FullyShard(AllReduce):
 
     def _check_whole(self) -> None:
         """Raise `RequestError` for a `state_dict` of shards that the user would take for the whole."""
-        if not self._is_read:
+        if not self._allows_state_dict:
             raise RequestError(
                 "model.state_dict() under --strategy fsdp would have this rank's shards alone; the run's checkpoints "
                 "have the whole weights."
@@ -254,10 +254,10 @@ class FullyShard(AllReduce):
         backward_pass.clear_(gradient)
         return gradient
 
-    def _take_whole(self, backward_pass: Pass) -> None:
+    def _take_undivided(self, backward_pass: Pass) -> None:
         """Move the gradients of parameters that each rank has into the part."""
         part, zeroed = backward_pass.part, backward_pass.zeroed
-        for index, parameter in self._whole.items():
+        for index, parameter in self._undivided.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or zeroed is True:
                 continue
@@ -283,10 +283,10 @@ class FullyShard(AllReduce):
                 "layers that some of them skip by --shard-modules, or take --strategy zero1"
             )
         used = rows.amax(0).tolist()
-        for index, parameter in self._whole.items():
+        for index, parameter in self._undivided.items():
             if used[index]:
-                mine = part.sparse.get(index, torch.zeros_like(parameter))
-                parameter.grad = self.world.stack(mine).sum(0)
+                gradient = part.sparse.get(index, torch.zeros_like(parameter))
+                parameter.grad = self.world.stack(gradient).sum(0)
         for parameter, is_used in zip(self.parameters, used[:-4], strict=True):
             if not is_used:
                 parameter.grad = None
