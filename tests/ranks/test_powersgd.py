@@ -163,7 +163,8 @@ def test_each_loss_of_a_batch_has_its_own_errors(pool: RankPool) -> None:
     assert pool.run(2, _two_losses) == [[0.0, 0.0]] * 2
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_resumed_run_has_the_same_bits(pool: RankPool, tmp_path: Path, strategy: str) -> None:
     values = VALUES | {"strategy": strategy, "accumulate": 2}
     whole = curve(pool, tmp_path / "whole", 3, **values)

@@ -79,15 +79,14 @@ def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
 ) -> None:
     values = VALUES | {"optimizer": "adamw", "lr": 1e-3, "collectives": collectives}
     whole = curve(pool, tmp_path / "ddp", 3, **values, strategy="ddp")
-    for ways in (["zero1", "ddp"], ["ddp", "zero1"], ["zero1", "zero1"]):
-        for number, strategy in enumerate(ways, start=1):
-            steps = values["max_steps"] * number // len(ways)
-            options = values | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
-            part = curve(pool, tmp_path / "-".join(ways), 3, **options)
-        assert same_bits(part, whole), ways
+    for strategy, steps in (("zero1", 3), ("ddp", 5), ("zero1", 8)):
+        options = values | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
+        part = curve(pool, tmp_path / "parts", 3, **options)
+    assert same_bits(part, whole)
 
 
-@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), pytest.param("lars", 5.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), ("lars", 5.0)])
+@pytest.mark.slow
 def test_optimizers_for_large_batches_are_divided_and_resumed(
     pool: RankPool, tmp_path: Path, name: str, lr: float
 ) -> None:
@@ -204,6 +203,7 @@ def test_a_part_of_the_state_is_not_given_for_the_whole(pool: RankPool) -> None:
     assert all("would have this rank's part of the state alone" in sentence for sentence in pool.run(2, own_state))
 
 
+@pytest.mark.slow
 def test_gradients_in_16_bits_are_the_same_under_ddp_and_zero1(pool: RankPool, tmp_path: Path) -> None:
     ddp, zero1 = (
         curve(pool, tmp_path / name, 3, **VALUES, strategy=name, exchange="bf16") for name in ("ddp", "zero1")
