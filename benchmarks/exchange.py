@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.real.conftest import CODE
+from tests.command import CODE
 from tests.real.hosts import hosts, missing
 
 from .harness import Report, Series, Skipped, verdict
@@ -68,6 +68,23 @@ def _by_turn(steps: list[float]) -> list[float]:
     return [statistics.median(steps[at : at + STEPS]) for at in range(0, len(steps), STEPS)]
 
 
+def rank_environment(rank: int, address: str, *folders: Path) -> dict[str, str]:
+    """Return the environment of one of two ranks, each on a host of its own, with further `folders` to import from."""
+    return {
+        "RANK": f"{rank}",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": f"{rank}",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": ":".join([CODE, *map(str, folders)]),
+    }
+
+
 def run(rows: int, way: str) -> dict[str, list[float]]:
     """Return the milliseconds a step of ours, of DDP, and of a rank alone."""
     with tempfile.TemporaryDirectory() as folder, hosts(2) as nodes:
@@ -75,24 +92,10 @@ def run(rows: int, way: str) -> dict[str, list[float]]:
             host.do(f"tc qdisc add dev eth0 root {_LINK}")
         started = []
         for rank, host in enumerate(nodes):
-            env = {
-                "RANK": rank,
-                "WORLD_SIZE": 2,
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": 1,
-                "GROUP_RANK": rank,
-                "MASTER_ADDR": nodes[0].address,
-                "MASTER_PORT": 29500,
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": 1,
-                "PYTHONPATH": f"{CODE}:{_JOB.parent}",
-                "ROWS": rows,
-                "TURNS": f"{TURNS} {STEPS}",
-                "FOUND": Path(folder) / "found.json",
-            }
+            env = rank_environment(rank, nodes[0].address, _JOB.parent)
+            env |= {"ROWS": f"{rows}", "TURNS": f"{TURNS} {STEPS}", "FOUND": f"{folder}/found.json"}
             command = [sys.executable, *ways(rows)[way]]
-            started.append(host.popen(command, {key: str(value) for key, value in env.items()}, cwd=Path(folder)))
+            started.append(host.popen(command, env, cwd=Path(folder)))
         outputs = [process.communicate(timeout=300) for process in started]
         if started[0].returncode:
             raise RuntimeError("".join(outputs[0])[-2000:])

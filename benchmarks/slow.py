@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.command import CODE
 from tests.real.hosts import hosts, missing
 
+from .exchange import rank_environment
 from .harness import Report, Skipped, verdict
 
 WAYS: dict[str, tuple[object, ...]] = {
@@ -57,21 +57,9 @@ def run(flags: tuple[object, ...]) -> tuple[float, int, float]:
         started = []
         for rank, host in enumerate(nodes):
             host.do(f"tc qdisc add dev eth0 root {_LINK}")
-            env = {
-                "RANK": rank,
-                "WORLD_SIZE": 2,
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": 1,
-                "GROUP_RANK": rank,
-                "MASTER_ADDR": nodes[0].address,
-                "MASTER_PORT": 29500,
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": 1,
-                "PYTHONPATH": CODE,
-            }
+            env = rank_environment(rank, nodes[0].address)
             command = [sys.executable, "-m", "lockstep", "run", "--output", Path(folder) / "run", *flags, _JOB]
-            started.append(host.popen(command, {key: str(value) for key, value in env.items()}, cwd=Path(folder)))
+            started.append(host.popen(command, env, cwd=Path(folder)))
         outputs = [process.communicate(timeout=1800) for process in started]
         if started[0].returncode:
             raise RuntimeError("".join(outputs[0])[-2000:])

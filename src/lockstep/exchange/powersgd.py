@@ -146,8 +146,8 @@ class LowRankSum:
             item.gradient.copy_(approximation.view(item.gradient.shape))
             is_sent = (item.flag > 0) & factor.isfinite().all()
             error = item.matrix - approximation / codec.world.size
-            before = codec.errors.get(item.key)
-            codec.errors[item.key] = torch.where(is_sent, error, 0.0 if before is None else before)
+            last_error = codec.errors.get(item.key)
+            codec.errors[item.key] = torch.where(is_sent, error, 0.0 if last_error is None else last_error)
             codec.factors[item.key] = torch.where(is_sent, factor, item.factor)
         del self._matrices, self._exact, self._bases, self._message
 

@@ -81,8 +81,8 @@ class Zero1(AllReduce):
         for optimizer in optimizers:
             for index, entries in self._gather_facts(optimizer).items():
                 parameter = parameters_of(optimizer)[index]
-                mine = optimizer.state.get(parameter, {})
-                values = {name: self._to_main(mine.get(name), fact, parameter) for name, fact in entries.items()}
+                state = optimizer.state.get(parameter, {})
+                values = {name: self._to_main(state.get(name), fact, parameter) for name, fact in entries.items()}
                 if self.world.is_main and not self.owns(parameter):
                     optimizer.state[parameter] = values
                     received.append((optimizer, parameter))
@@ -198,12 +198,12 @@ class Zero1(AllReduce):
 
     def _gather_facts(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
         """Return every parameter's state by its index: {name: {dtype, shape} or the number} (*collective*)."""
-        own = {
+        facts = {
             index: {name: _describe(value) for name, value in optimizer.state[parameter].items()}
             for index, parameter in enumerate(parameters_of(optimizer))
             if self.owns(parameter) and parameter in optimizer.state
         }
-        return {int(index): entries for of_rank in self.world.gather(own) for index, entries in of_rank.items()}
+        return {int(index): entries for of_rank in self.world.gather(facts) for index, entries in of_rank.items()}
 
     def _to_main(self, value: Any, fact: Any, parameter: nn.Parameter) -> Any:
         """Send an entry of a parameter's state from its owner to rank 0; return it there, on the host."""
