@@ -69,18 +69,36 @@ def quota(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sy
     `own_groups` is the process's /proc/PID/cgroup, `groups` where the hierarchy is mounted. Each group's `cpu.max` has
     the microseconds, or `max`, of a period (https://docs.kernel.org/admin-guide/cgroup-v2.html).
     """
-    group_path = next((line[3:].strip("/") for line in _lines(own_groups) if line.startswith("0::")), "")
     limits = [math.inf]
-    for group in (groups / group_path, *(groups / group_path).parents):
-        if group.is_relative_to(groups):
-            limit, _, period = " ".join(_lines(group / "cpu.max")).partition(" ")
-            limits += [int(limit) / int(period)] if limit.isdecimal() else []
+    for group in _control_groups(own_groups, groups):
+        limit, _, period = " ".join(_lines(group / "cpu.max")).partition(" ")
+        limits += [int(limit) / int(period)] if limit.isdecimal() else []
     return min(limits)
+
+
+def _control_groups(own_groups: Path, groups: Path) -> list[Path]:
+    group_path = next((line[3:].strip("/") for line in _lines(own_groups) if line.startswith("0::")), "")
+    paths = (groups / group_path, *(groups / group_path).parents)
+    return [group for group in paths if group.is_relative_to(groups)]
 
 
 def memory_bytes() -> int:
     """Return the memory of the host."""
     return int(psutil.virtual_memory().total)
+
+
+def free_memory_bytes(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that this process can still take from the host and its control groups (see `quota`).
+
+    Of a group's memory, its cached files can be freed.
+    """
+    free = [int(psutil.virtual_memory().available)]
+    for group in _control_groups(own_groups, groups):
+        limit, used = ("".join(_lines(group / f"memory.{name}")) for name in ("max", "current"))
+        cached = [line.split()[1] for line in _lines(group / "memory.stat") if line.startswith("inactive_file ")]
+        if limit.isdecimal() and used.isdecimal():
+            free.append(int(limit) - int(used) + sum(map(int, cached)))
+    return max(0, min(free))
 
 
 def cpu_name() -> str:

@@ -7,6 +7,8 @@ batch among the ranks, sums the gradients, counts, records, saves and checks. Ev
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .batching import BatchPlan
 from .checkpoint import resume
 from .checkpoint.state import State
 from .config import registry
@@ -28,6 +31,7 @@ from .record.result import RunResult
 from .runs.opened import OpenRun, open_run
 from .sessions.hooks import NO_HOOKS, Hooks
 from .sessions.session import Session
+from .training.memory import OutOfMemoryError
 from .training.optim import gradient_norm, set_lr
 from .world.world import World
 
@@ -50,22 +54,38 @@ class Task(Protocol):
 
 def run(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult:
     """Claim the run's folder, train, record a summary (*collective*). `hooks` follow the session."""
-    with open_run(config, world) as run:
-        return train(run.config, world, run.recorder, state=run.state, hooks=hooks)
+    plan: BatchPlan | None = None
+    while True:
+        with open_run(config, world) as run:
+            try:
+                return train(run.config, world, run.recorder, state=run.state, hooks=hooks, plan=plan)
+            except OutOfMemoryError as error:
+                run.recorder.record("warning", text=f"{error}; the run goes on from the last step with smaller ones.")
+                plan = error.plan
+        checkpoint = dataclasses.replace(config.checkpoint, resume="auto")
+        config = dataclasses.replace(run.config, checkpoint=checkpoint)
+        gc.collect()  # frees the weights before they are loaded
 
 
 def train(
-    config: RunConfig, world: World, recorder: Recorder, *, state: State | None = None, hooks: Hooks = NO_HOOKS
+    config: RunConfig,
+    world: World,
+    recorder: Recorder,
+    *,
+    state: State | None = None,
+    hooks: Hooks = NO_HOOKS,
+    plan: BatchPlan | None = None,
 ) -> RunResult:
     """Train a classifier as `config` says; return its result (*collective*).
 
     If `config.record.output` is set, checkpoints go below it. The run continues from `state`, by default the checkpoint
-    in `config.checkpoint.resume`. Raises `RequestError` for impossible requests, `RunError` for a non-finite loss or
-    unwritable checkpoints, `ProofError` for replicas that differ or samples not trained on exactly once, and `Stopped`
+    in `config.checkpoint.resume`. `plan` is that of `assemble`. Raises `RequestError` for impossible requests,
+    `RunError` for a non-finite loss or unwritable checkpoints, `ProofError` for replicas that differ or samples not
+    trained on exactly once, `OutOfMemoryError` under --micro-batch auto once the last step is saved, and `Stopped`
     after Ctrl-C or SIGTERM, once the run is saved.
     """
     loaded = state or resume.load(config, world)
-    job = assemble(config, world, continued=loaded)
+    job = assemble(config, world, continued=loaded, plan=plan)
     try:
         run = nullcontext(OpenRun(config, recorder, loaded))
         with Session(config, world, run, prepared=job, hooks=hooks) as session:

@@ -63,7 +63,7 @@ def text(words: list[str]) -> str:
         config,
         parallel=ParallelConfig(strategy="single", accelerator=config.parallel.accelerator),
         precision=PrecisionConfig(),
-        batch=dataclasses.replace(config.batch, accumulate=None, micro_batch=None),
+        batch=dataclasses.replace(config.batch, accumulate=None, micro_batch_asked=None),
     )
     return recipe.difference(recipe.eject(alone, command, language=language), ejected)
 

@@ -122,10 +122,21 @@ class BatchConfig:
 
     size: Annotated[int, _key(name="batch")] = 256  # Samples in one optimizer step, over all ranks.
     accumulate: _MaybeInt = None  # Micro-batches per optimizer step.
-    micro_batch: _MaybeInt = None  # Instead of --accumulate: at most N samples per rank.
+    micro_batch_asked: Annotated[str | None, _key(name="micro-batch", metavar="N|auto")] = None
+    """Instead of --accumulate: at most N samples per rank. auto: as many as fit into memory, by halves."""
     eval_batch: _MaybeInt = None  # Samples that a rank evaluates at once; default: as in training.
     drop_last: bool = False  # Drop the last, smaller batch of an epoch.
     draws: Annotated[str, OneOf(("rank", "global"))] = "rank"  # Random numbers: rank; global, as on one device.
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The most samples per rank; None if unset, or if memory decides."""
+        return None if self.micro_batch_asked is None or self.fits_memory else int(self.micro_batch_asked)
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether the memory decides the micro-batches."""
+        return self.micro_batch_asked == "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,9 +320,22 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--schedule step needs one --milestones value, the epochs between cuts; found {milestones}."
     if optim.warmup > config.epochs:
         yield f"--warmup {optim.warmup:g} exceeds --epochs {config.epochs}; give --warmup {config.epochs} or less."
-    if batch.accumulate is not None and batch.micro_batch is not None:
-        yield f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch} both set micro-batches; give one."
+    if batch.micro_batch_asked is not None and not re.fullmatch(
+        r"auto|[1-9]\d{0,17}", batch.micro_batch_asked, re.ASCII
+    ):
+        yield f"--micro-batch {batch.micro_batch_asked}: give 1 or more, or auto."
+    if batch.accumulate is not None and batch.micro_batch_asked is not None:
+        yield (
+            f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch_asked} both set micro-batches; "
+            "give one."
+        )
     divides_weights = parallel.strategy in KINDS and KINDS[parallel.strategy].divides_weights
+    drives_all = parallel.strategy in KINDS and KINDS[parallel.strategy].drives_all
+    if batch.fits_memory and (divides_weights or drives_all or parallel.exchange in RARE or optim.step):
+        other = (
+            f"--strategy {parallel.strategy}" if divides_weights or drives_all else f"--exchange {parallel.exchange}"
+        )
+        yield f"--micro-batch auto cannot work with {'--step' if optim.step else other}; give a number."
     if (parallel.shard_modules or parallel.shard_size) and not divides_weights:
         yield "--shard-modules and --shard-size belong to --strategy fsdp."
     if divides_weights and config.precision.channels_last == "on":

@@ -166,6 +166,10 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
     has_ranks, drives_all = KINDS[strategy].has_ranks, KINDS[strategy].drives_all
     names, is_folder = set(config.data.augment), config.data.name == "imagefolder"
     accumulate = batch.accumulate or 1
+    if batch.fits_memory:
+        raise RequestError(
+            "--micro-batch auto: an ejected file has a fixed number of micro-batches; give --accumulate N."
+        )
     if batch.micro_batch is not None:
         ranks = max(1, parallel.world_size or parallel.devices or 1) if has_ranks else 1
         accumulate = -(-batch.size // (batch.micro_batch * ranks))

@@ -28,6 +28,7 @@ from ..runs.folders import unwritable
 from ..runs.opened import OpenRun
 from ..sessions.session import Session
 from ..training import losses, precision
+from ..training.memory import OutOfMemoryError, no_loss
 from ..world.world import World
 from . import initial
 from .evaluation import EvaluationShares, evaluate, stoppable
@@ -58,13 +59,20 @@ class Classifier:
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute the mean loss and its gradients; return (logits, labels) (*collective*). x is (n, …), y (n,)."""
-        x, y = batch
-        if self._has_mean:
-            loss, logits = self._job.loss(x, y, reduction="mean")
-        else:
-            total, logits = self._job.loss(x, y)
-            loss = total / len(y)
-        self._session.backward(loss)
+        job, session, (x, y) = self._job, self._session, batch
+        loss: Tensor | None = None
+        logits = y[:, None]
+        with job.memory.watched():
+            if not job.memory.has_run_out:
+                total, logits = job.loss(x, y, reduction="mean" if self._has_mean else "sum")
+                loss = total if self._has_mean else total / len(y)
+        session.backward(no_loss(job.exchange.parameters) if loss is None else loss)
+        if session.is_last:
+            try:
+                job.memory.check(job.world, job.plan)
+            except OutOfMemoryError:
+                session.abandon_batch()
+                raise
         return logits.detach(), y
 
     def _first_share(self) -> Micro:
@@ -193,7 +201,7 @@ def evaluate_checkpoint(
     assert loaded is not None, "the command names a checkpoint"
     # An evaluation splits no global batch; each rank takes this many samples at once.
     size = (config.batch.eval_batch or -(-config.batch.size // world.size)) * world.size
-    batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch=None, drop_last=False)
+    batch = dataclasses.replace(config.batch, size=size, accumulate=None, micro_batch_asked=None, drop_last=False)
     data, record = dataclasses.replace(config.data, augment=()), dataclasses.replace(config.record, output=None)
     config = dataclasses.replace(config, batch=batch, data=data, record=record)
     job = assemble(config, world, evaluated=loaded)

@@ -33,8 +33,9 @@ from ..monitor.progress import SETUP
 from ..nn import sync_batchnorm
 from ..nn.recompute import Recomputation
 from ..runs.prepared import Prepared, Source
-from ..training import losses, optim
+from ..training import losses, memory, optim
 from ..training.losses import LossFunction
+from ..training.memory import MemoryWatch, fitted
 from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.random_state import seed_all, seed_weights
@@ -43,6 +44,7 @@ from .initial import InitialWeights, freeze, load_weights
 
 if TYPE_CHECKING:
     from ..data.source import Fetched, Splits
+    from ..data.source import Source as Data
 
 
 @dataclass(kw_only=True)
@@ -92,9 +94,7 @@ class Job(Prepared):
 
     def loss(self, x: Tensor, y: Tensor, *, reduction: str = "sum") -> tuple[Tensor, Tensor]:
         """Return (loss, logits). x is (n, …), y (n,), logits (n, classes)."""
-        with self.precision.autocast():
-            logits = self.replica(x)
-            return self.loss_fn(logits, y, reduction=reduction), logits
+        return _loss(self.precision, self.loss_fn, self.replica, x, y, reduction=reduction)
 
     def train_step(self, count: int, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Compute the gradients of a batch of `count` samples. `shares` are each micro-batch's (x, y), n > 0."""
@@ -140,6 +140,23 @@ class Job(Prepared):
             stream.close()
 
 
+def _loss(
+    precision: Precision, loss_fn: LossFunction, model: nn.Module, x: Tensor, y: Tensor, *, reduction: str = "sum"
+) -> tuple[Tensor, Tensor]:
+    with precision.autocast():
+        logits = model(x)
+        return loss_fn(logits, y, reduction=reduction), logits
+
+
+def _try_share(model: nn.Module, loss_of: Callable[..., tuple[Tensor, Tensor]], data: Data, samples: int) -> None:
+    """Compute the gradients of so many samples, and drop them."""
+    device = next(model.parameters()).device
+    with memory.unchanged(model):
+        x = torch.zeros((samples, *data.shape), dtype=data.dtype, device=device)
+        loss, _ = loss_of(model, x, torch.zeros(samples, dtype=torch.int64, device=device))
+        torch.autograd.backward(loss)
+
+
 def _micro(share: Share, fetched: Fetched) -> Micro:
     return Micro((fetched.x, fetched.y), share, fetched.indices[: share.size])
 
@@ -151,11 +168,13 @@ def assemble(
     continued: State | None = None,
     evaluated: State | None = None,
     data: Splits | None = None,
+    plan: BatchPlan | None = None,
 ) -> Job:
     """Build the job of `config` (*collective*). Raises `RequestError` for an impossible config.
 
     A `continued` run keeps its accumulation, unless --micro-batch forbids such large shares. For an evaluation, the
-    model is built only if the `evaluated` weights fit. `data` reuses another job's data sets.
+    model is built only if the `evaluated` weights fit. `data` reuses another job's data sets. `plan` is the first one
+    to try under --micro-batch auto.
     """
     world.progress.enter(SETUP)
     requested = config.batch
@@ -170,7 +189,7 @@ def assemble(
             "precision: set --devices or --gpus alike on every rank, and name one --precision."
         )
     devices = len(method.devices) if evaluated is None else 1
-    plan = _solve_plan(requested, resume.accumulation(continued, config), world.size, devices)
+    plan = plan or _solve_plan(requested, resume.accumulation(continued, config), world.size, devices)
     data = data or sets.build(
         config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
     )
@@ -203,6 +222,14 @@ def assemble(
         )
     with precision.autocast():
         trial.check(config.model.name, model, classes=train.classes, shape=train.shape, dtype=train.dtype)
+    loss_of = partial(_loss, precision, loss_fn)
+    if requested.fits_memory and evaluated is None:
+        if batchnorm != "none":
+            raise RequestError(
+                f"--micro-batch auto: --model {config.model.name} has batch statistics, which are those of a "
+                "micro-batch, and a model must not depend on the memory; give --accumulate N."
+            )
+        plan = fitted(plan, world, partial(_try_share, model, loss_of, train))
     if config.precision.compile:
         model.compile()
     with torch.no_grad():
@@ -223,6 +250,7 @@ def assemble(
         averages=averages,
         batchnorm=batchnorm,
         recomputation=recomputation,
+        memory=MemoryWatch(is_on=requested.fits_memory),
         plan=plan,
         data=data,
         lr=optim.rate(config, plan.global_size, steps),

@@ -40,6 +40,7 @@ from ..exchange.base import Exchange
 from ..files import shown, understanding
 from ..nn import sync_batchnorm
 from ..nn.recompute import Recomputation
+from ..training.memory import MemoryWatch
 from ..training.optim import Average
 from ..training.precision import Precision
 from ..world.world import World
@@ -105,6 +106,7 @@ class Prepared:
     averages: list[Average] = field(default_factory=list)
     batchnorm: str = "none"
     recomputation: Recomputation = field(default_factory=Recomputation)
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
     contents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Digests of the user's data sets (see `data.source.Splits`)."""
     first_loader: Source | None = None

@@ -107,6 +107,10 @@ def session(
             f"lockstep.session(strategy={strategy!r}): each process of a script drives one device; give "
             f"{per_device()}, or leave it out."
         )
+    if config.batch.fits_memory:
+        raise RequestError(
+            "micro_batch 'auto' belongs to lockstep train: a session cannot repeat a step of your loop; give a number."
+        )
     resume_hint, started = "", script.take()
     is_own, has_folder = started is None, started is not None or config.record.output is not None
     if started is not None:

@@ -366,6 +366,12 @@ class Session:
         )
         progress.enter("")
 
+    def abandon_batch(self) -> None:
+        """Discard the batch under way before its step; record and save the last step (*collective*)."""
+        self._stepper.abandon()
+        self.loop.record_steps()
+        self.loop.save()
+
     def observe(self, grad_norm: Tensor | None, outputs: tuple[Tensor, Tensor] | None = None) -> None:
         """Record the gradients' norm (0-dim) of a step, and the top-1 accuracy of its last micro-batch.
 

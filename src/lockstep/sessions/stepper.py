@@ -132,7 +132,7 @@ class Stepper:
             weightless = factor <= 0 if isinstance(factor, Tensor) else factor == 0
 
         def run(factor: float | Tensor) -> None:
-            with sync_batchnorm.without_weight(weightless):
+            with sync_batchnorm.without_weight(weightless), self._prepared.memory.watched():
                 self._precision.backward(loss, factor, retain_graph=retain_graph)
 
         self._batch.backward(
@@ -216,6 +216,12 @@ class Stepper:
         """Note that the loop has left its loader, perhaps within a global batch; show hidden gradients."""
         self.is_left = True
         self._batch.show()
+
+    def abandon(self) -> None:
+        """Discard the batch under way, before its step."""
+        exchange = self._prepared.exchange
+        exchange.hide()
+        self._batch, self.share = GlobalBatch(exchange), None
 
     def settle(self, *, saves: bool = True) -> None:
         """End the last trained global batch if it is complete, and count its step (*collective*).
