@@ -179,6 +179,26 @@ def test_an_example_learns_the_same_on_any_number_of_ranks(
         assert all(gap(curves[0][0], lines) < LAW for lines in ranks), (size, ranks)
 
 
+SHARDED: list[tuple[int, dict[str, Any]]] = [
+    (3, {"strategy": "zero1"}),
+    (2, {"strategy": "fsdp"}),
+    (4, {"strategy": "fsdp", "shard_size": 2}),
+]
+WITH_BLOCKS = ("bert", "gpt", "stream")
+"""Those whose models have blocks that repeat."""
+
+
+@pytest.mark.parametrize("name", ["gpt", *(slowly(name) for name in NAMES if name != "gpt")])
+def test_an_example_learns_the_same_with_divided_weights(pool: RankPool, tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"accumulate": 1 if name == "gan" else 2}
+    whole = pool.run(1, run, OURS / f"{name}.py", options | {"output": str(tmp_path / "whole")})
+    for number, (size, divided) in enumerate(SHARDED):
+        if divided["strategy"] == "fsdp" and name not in WITH_BLOCKS:
+            divided = divided | {"shard_modules": ("*",)}
+        ranks = pool.run(size, run, OURS / f"{name}.py", options | divided | {"output": str(tmp_path / str(number))})
+        assert all(gap(whole[0], lines) < LAW for lines in ranks), divided
+
+
 @pytest.mark.parametrize(
     ("name", "size", "accumulate"),
     [("convnet", 2, 3), *(slowly(*case) for case in product(NAMES, WORLDS, (1, 3)))],
