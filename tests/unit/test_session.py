@@ -10,8 +10,9 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.message import Message
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -458,6 +459,59 @@ def test_steps_that_are_made_once_in_several_batches_are_continued_where_they_st
     *rest, again = train(str(tmp_path / "part"), resume="auto")
     assert [each.tolist() for each in rest] == [each.tolist() for each in whole[2:]]
     assert torch.equal(again, weights)
+
+
+def _ahead(pairs: Iterator[Any]) -> Iterator[Any]:
+    """Read one pair ahead."""
+    kept = deque(islice(pairs, 1))
+    for pair in pairs:
+        kept.append(pair)
+        yield kept.popleft()
+    yield from kept
+
+
+def _drawn(one: Any, other: Any) -> Iterator[Any]:
+    """Draw from the second loader in the loop's body."""
+    drawn = iter(other)
+    return ((x, next(drawn)) for x in one)
+
+
+PAIRS: dict[str, Callable[[Any, Any], Iterator[Any]]] = {
+    "zip": lambda one, other: zip(one, other, strict=False),
+    "the other first": lambda one, other: ((x, y) for y, x in zip(other, one, strict=False)),
+    "ahead": lambda one, other: _ahead(zip(one, other, strict=False)),
+    "drawn": _drawn,
+}
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("ending", [{"max_steps": 3}, {"checkpoint_every": 3}])
+def test_loaders_that_are_read_together_are_continued_together(
+    tmp_path: Path, ending: dict[str, int], pairs: str
+) -> None:
+    def train(output: str, **options: Any) -> list[tuple[float, float]]:
+        ours = session(World.alone(), output=str(tmp_path / output), seed=0, **options)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        data = [torch.arange(float(start), start + count)[:, None] for start, count in ((0, 20), (100, 28))]
+        one, other = (DataLoader(TensorDataset(each), 4) for each in data)
+        model, optimizer, one, other = ours.prepare(model, optimizer, one, other)
+        trained = []
+        with contextlib.suppress(KeyboardInterrupt), ours:
+            for _ in ours.epochs(2):
+                for (x,), (y,) in PAIRS[pairs](one, other):
+                    if ours.step == 4 and "checkpoint_every" in options:
+                        raise KeyboardInterrupt
+                    ours.backward(model(x).mean() + model(y).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    trained.append((x[0].item(), y[0].item()))
+        return trained
+
+    whole = train("whole")
+    assert len(whole) == 10
+    saved = train("cut", **ending)[: ending.get("checkpoint_every")]
+    assert saved + train("cut", resume="auto") == whole
 
 
 def test_gradients_that_wait_for_a_step_at_an_epochs_end_are_continued(tmp_path: Path) -> None:

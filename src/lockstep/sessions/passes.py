@@ -48,6 +48,8 @@ class Passes:
         self._prepared_loaders: dict[int, weakref.ref[parts.Loader]] = {}  # by source: the loader that the loop has
         self._places: dict[int, int] = {}  # by source: its passes over this epoch, less one
         self._passing: dict[int, list[int]] = {}  # by source: [epoch, place, micro-batches read] of a pass under way
+        self._at_step: dict[int, list[int]] = {}  # by source: the same, at the last optimizer step
+        self._is_cut = False  # whether --max-steps has ended the first source's pass early
         self._resumed: dict[int, list[int]] = {}  # by source: the same, of a resumed run
         self._evaluation_loaders: dict[DataLoader[Any], SharedLoader] = {}  # of evaluations
         self._evaluations = self._open_evaluations = 0
@@ -152,6 +154,7 @@ class Passes:
                 if stepper.is_clean and (self._forward is None or self._forward.is_used):
                     loop.save_due()
                 if counts and loop.is_done and not loop.is_finished:  # --max-steps
+                    self._is_cut = True
                     break
                 self._draws.end()
                 progress.enter("data")
@@ -204,23 +207,31 @@ class Passes:
                 self._open_pass = None
             if self._passing.get(id(source)) is here:
                 del self._passing[id(source)]
+                if not self._is_cut:
+                    self._at_step.pop(id(source), None)
             self.shares.end_pass(number)
             micros.close()  # with workers that read ahead
             if not loop.has_begun:  # a look at the data: its values belong to no step
                 loop.meter.pending.values.clear()
 
+    def note_step(self) -> None:
+        """Note where the loop is in each loader, right before an optimizer step."""
+        if len(self.loaders) > 1:
+            self._at_step = {key: [*here] for key, here in self._passing.items()}
+
     def positions(self) -> list[Any]:
         """Return, for each loader but the first, its number of passes in this epoch and its pass under way, if any.
 
-        A loader that is read along with the first one, as in a zip, continues where that does.
+        It is where it was at the last step: a loop may have read a batch for the next one. A loader that is read along
+        with the first one, as in a zip, continues where that does.
         """
-        source, positions = self._prepared.source, []
-        pass_number = self._passing.get(id(source), [0, 0, 0])[2]
+        source, positions, passing = self._prepared.source, [], self._passing | self._at_step
+        batches_read = passing.get(id(source), [0, 0, 0])[2]
         trained = 0 if source is None else self._loop.position.within * source.plan.accumulation
         for loader in self.loaders:
             if loader is not source:
-                here = self._passing.get(id(loader))
-                if here is not None and here[2] == pass_number:
+                here = passing.get(id(loader))
+                if here is not None and here[2] == batches_read:
                     here = [*here[:2], trained]
                 positions.append([self._places.get(id(loader), -1), here])
         return positions

@@ -267,6 +267,7 @@ class Session:
         return self._draws.along(dimension)
 
     def _begin_step(self) -> None:
+        self._passes.note_step()
         if self._first_step is not None:
             self._first_step.look()
 
