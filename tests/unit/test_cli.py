@@ -158,6 +158,7 @@ def test_output_that_cannot_be_written() -> None:
         ("--drop-last --rank 0 --world-size 1", {"drop-last": True, "rank": 0, "world-size": 1}),
         ("--data=cifar10 --data_dir x --clip None", {"data": "cifar10", "data-dir": "x", "clip": None}),
         ("--augment --lr=1e-1 --lr=1e-2", {"augment": [], "lr": 0.01}),
+        ("--freeze a b --lr 2 --freeze=c --freeze d", {"freeze": ["a", "b", "c", "d"], "lr": 2.0}),
     ],
 )
 def test_flags_beat_the_file_and_the_file_beats_the_recipe(

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import lockstep
@@ -646,6 +647,9 @@ def test_only_what_was_made_before_the_session_is_told() -> None:
     assert not ours.prepared.cautions
     ours.prepare(early)
     assert ["made before lockstep.session()" in each for each in ours.prepared.cautions] == [True]
+    model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2))
+    ours.prepare(AveragedModel(model))
+    assert len(ours.prepared.cautions) == 1, "a deep copy of a model of the session"
 
 
 class Counting(TensorDataset):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
@@ -86,7 +86,7 @@ def parse(
         output.show(usage.text(prog.removeprefix("lockstep ").removesuffix(" RUN").replace(" ", "-"), base))
         raise SystemExit(0)
     names = _names(words, prog)
-    values, run_words = take(words[has_recipe:], {"--config": str}, prog=prog)
+    values, run_words = take(_merged(words[has_recipe:]), {"--config": str}, prog=prog)
     if "--config" in values:
         source = Path(values["--config"])
         base = read_toml(source, base=base, through_links=True)
@@ -125,6 +125,24 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         if isinstance(value, float):
             Bounds(least=0).check(name[2:], value)
     return {name: value for name, value in values.items() if value not in (None, False, ())}, unknown_words
+
+
+def _merged(words: list[str]) -> list[str]:
+    """Return the words with the values of a repeated list, as in `--freeze A --freeze B`, behind its first flag."""
+    lists = {leaf.key for leaf in leaves() if get_args(leaf.kind)}
+    parts: dict[str | int, list[str]] = {}  # each flag with its values
+    key: str | int = -1
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if not _FLAG.match(word):
+            parts.setdefault(key, []).append(word)
+        elif _name(flag) in lists:
+            key = _name(flag)
+            parts.setdefault(key, [flag]).extend([value] if value else [])
+        else:
+            key = number
+            parts[key] = [word]
+    return [word for part in parts.values() for word in part]
 
 
 def without(words: list[str], names: Collection[str]) -> list[str]:

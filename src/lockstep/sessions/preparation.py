@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -49,6 +50,11 @@ class Preparation:
         prepared = self._prepared
         if isinstance(part, nn.Module):
             parts.check_plain(part)
+            if self._own_modules is not None and not _follows_seed(part, self._own_modules):
+                prepared.cautions.append(
+                    "the model was made before lockstep.session(), or loaded whole: its weights do not follow from the "
+                    "seed, and another start may draw others; call lockstep.session() first"
+                )
             if sync_batchnorm.has_batchnorm(part):
                 is_local = prepared.config.parallel.batchnorm == "local" or prepared.exchange.is_rare
                 prepared.batchnorm = "local" if is_local else "sync"
@@ -62,12 +68,6 @@ class Preparation:
             prepared.models["model" if number == 1 else f"model_{number}"] = _torch.inner(part)
             prepared.exchange.attach(part)
             self._watch(part)
-            owners = [module for module in part.modules() if next(module.parameters(recurse=False), None) is not None]
-            if self._own_modules is not None and owners and self._own_modules.isdisjoint(owners):
-                prepared.cautions.append(
-                    "the model was made before lockstep.session(), or loaded whole: its weights do not follow from the "
-                    "seed, and another start may draw others; call lockstep.session() first"
-                )
         elif isinstance(part, Optimizer):
             self._take_optimizers(part)
         elif isinstance(part, DataLoader):
@@ -181,3 +181,18 @@ class Preparation:
 
     def _at_last(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs) if self._stepper.is_whole else None
+
+
+def _follows_seed(model: nn.Module, own: Collection[nn.Module]) -> bool:
+    """Return whether a part of the model is one of these modules, or has the weights of one, as a deep copy does."""
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    if not owners or any(module in own for module in owners):
+        return True
+    part = max(owners, key=lambda module: max(parameter.dim() for parameter in module.parameters(recurse=False)))
+    return any(type(module) is type(part) and _has_weights_of(module, part) for module in own)
+
+
+def _has_weights_of(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = ([*module.parameters(recurse=False)] for module in (one, other))
+    kinds = [[(part.shape, part.dtype, part.device, is_shard(part)) for part in parts] for parts in (ours, theirs)]
+    return kinds[0] == kinds[1] and all(map(torch.equal, ours, theirs))
