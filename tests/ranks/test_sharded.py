@@ -91,7 +91,7 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
                 optimizer.step()
                 optimizer.zero_grad()
     if strategy == "fsdp":
-        with pytest.raises(RequestError, match="would have this rank's shards alone"):
+        with pytest.raises(RequestError, match="would have this rank's part alone"):
             net.blocks[0].state_dict()
     return losses, {name: whole(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
 

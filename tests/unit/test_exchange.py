@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.batching import Share
 from lockstep.errors import RunError
-from lockstep.exchange import allreduce
+from lockstep.exchange import allreduce, ranks
 from lockstep.exchange.allreduce import AllReduce
 from lockstep.exchange.base import BACKWARD, Exchange, Header, Part, Pass
 from lockstep.exchange.batch import GlobalBatch
@@ -52,8 +52,9 @@ class Work:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     wire = Wire()
-    monkeypatch.setattr(allreduce, "dist", wire)
-    monkeypatch.setattr(allreduce, "new_group", lambda: None)
+    for module in (allreduce, ranks):
+        monkeypatch.setattr(module, "dist", wire)
+    monkeypatch.setattr(ranks, "new_group", lambda: None)
     # A layer of 2 × 2 weights and 2 biases.
     monkeypatch.setattr(allreduce, "_BUCKET_BYTES", {"cpu": 24})
     return wire

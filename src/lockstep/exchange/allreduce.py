@@ -13,8 +13,7 @@ shared memory after the pass, since there is no network to wait for.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..world.world import World, new_group
-from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
+from ..world.world import World
+from .base import Part, Pass
 from .buckets import Bucket, lay_out
 from .compress import CompressedSum
 from .powersgd import LowRankSum, PowerSGD
+from .ranks import Ranks
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
@@ -51,29 +51,24 @@ class _Plan:
     """Gradients that this rank's parameters received per bucket; 0 if one received none."""
 
 
-class AllReduce(Exchange):
-    """Exchange among several ranks."""
+class AllReduce(Ranks):
+    """Sums of gradients in buckets."""
 
     def __init__(self, world: World, *, overlap: bool = True, wire: torch.dtype | PowerSGD | None = None) -> None:
         """`wire` is the type in which gradients travel (see `CompressedSum`), or `PowerSGD`; None for their own."""
-        super().__init__(world)
+        super().__init__(world, shares_memory=wire is None)
         self._wire, self._low_rank = wire, wire if isinstance(wire, PowerSGD) else None
         if self._low_rank is not None:
-            self.has_state, self.settings = True, self._low_rank.settings
-        is_shared = world.memory is not None and world.device.type == "cpu" and wire is None
-        self._memory = world.memory if is_shared else None
-        self._overlap = overlap and not is_shared
-        self._group: dist.ProcessGroup | None = None
+            self.settings = self._low_rank.settings
+        self._overlap = overlap
         self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
         self._hooks: dict[nn.Parameter, Any] = {}
         self._trained: list[bool] = []  # which parameters the buckets cover
-        self._trained_checksum = 0
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
         self._plans: dict[int, _Plan] = {}  # by the number of the part
         self._layouts: dict[bytes, tuple[Any, Any, Any]] = {}  # those three, by which parameters train
-        self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
         # State of the current backward pass:
         self._pass: Pass | None = None
         self._works: dict[int, dist.Work | CompressedSum | LowRankSum | None] = {}  # by bucket, once it has left
@@ -89,38 +84,25 @@ class AllReduce(Exchange):
                 self._sparse |= {
                     index: parameter for index, parameter in enumerate(self.parameters) if parameter is module.weight
                 }
-        if self._group is None and self._memory is None:
-            self._group = new_group()
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
-    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
-        """See `Exchange.meet`."""
-        rows, work = self._start_header(header._replace(part=zlib.crc32(repr([*details]).encode())), 0.0)
-        with self.world.progress.during("all-gather"):
-            if work is not None:
-                work.wait()
-        calls = rows[:, :2].tolist()
-        if calls.count(calls[0]) == len(calls) and len(set(rows[:, 2].tolist())) > 1:
-            check_details(header.kind, self.world.gather([*details]), self.world.progress.step)
-        self._check(rows, is_read=True)
-
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
         self._lay_out()
-        part, pass_header = backward_pass.part, self._header(backward_pass)
+        part, header = backward_pass.part, self._header(backward_pass)
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
         plan = self._plans.get(part.number)
         self._counts = [0] * len(self.parameters)
         self._works, self._queue = {}, []
-        header: tuple[Tensor, dist.Work | None] | None = None
+        receive: Callable[[], Tensor] | None = None
         if backward_pass.is_last and self._memory is None:
-            header = self._start_header(pass_header, backward_pass.weight)
+            receive = self._start_header(header, backward_pass.weight)
             if plan is not None and self._overlap:
                 self._queue, self._missing = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = backward_pass
@@ -131,13 +113,7 @@ class AllReduce(Exchange):
             self._pass = None
         if not backward_pass.is_last:
             return None
-        header = header or self._start_header(pass_header, backward_pass.weight)
-        return self._finish(part, plan, header)
-
-    def _header(self, backward_pass: Pass) -> Header:
-        """Return the header of a pass. Ranks that train different parameters would mix their gradients."""
-        header = backward_pass.header
-        return header._replace(part=header.part + MOST_PARTS * self._trained_checksum)
+        return self._finish(part, plan, receive or self._start_header(header, backward_pass.weight))
 
     def divide(self, part: Part, divisor: Tensor) -> None:
         """See `Exchange.divide`."""
@@ -155,44 +131,11 @@ class AllReduce(Exchange):
         if self._low_rank is not None:
             self._low_rank.load_state(tensors, self.names())
 
-    def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begin to gather all ranks' (kind, number, part, asks, weight): (ranks, 5), float64."""
-        device = self.world.device
-        row = torch.cat(
-            [
-                torch.tensor([*header, self.asks()], dtype=torch.float64).to(device, non_blocking=True),
-                on_device(weight, device)[None],
-            ]
-        )
-        if self._memory is not None:
-            with self.world.progress.during("all-reduce"):
-                return self._memory.stack(row), None
-        rows = row.new_empty(self.world.size, len(row))
-        if self._group is None:
-            self._group = new_group()
-        return rows, dist.all_gather_into_tensor(rows.view(-1), row, group=self._group, async_op=True)
-
-    def _check(self, rows: Tensor, *, is_read: bool) -> None:
-        """Raise `RunError` for ranks with different headers. On a GPU the host waits only if `is_read`."""
-        kinds = rows[:, :3]
-        if kinds.is_cuda:
-            differs = (kinds != kinds[0]).any()
-            self._doubt = differs if self._doubt is None else self._doubt | differs
-            if not is_read:
-                return
-            if self._doubt.item():
-                self._doubt = None
-                check_match([*kinds.tolist(), [-0.5, 0, 0]], self.world.progress.step)
-        read = rows.tolist()
-        check_match([row[:3] for row in read], self.world.progress.step)
-        self.is_asked = self.is_asked or any(row[3] for row in read)
-
     def _lay_out(self) -> None:
         trained = [parameter.requires_grad for parameter in self.parameters]
         if trained == self._trained:
             return
         self._trained = trained
-        self._trained_checksum = zlib.crc32(bytes(trained))
         if (layout := self._layouts.get(bytes(trained))) is not None:  # a loop that freezes and thaws in each step
             self._buckets, self._place, self._plans = layout
             return
@@ -268,13 +211,11 @@ class AllReduce(Exchange):
         else:
             self._works[position] = dist.all_reduce(flat, group=self._group, async_op=True)
 
-    def _finish(self, part: Part, plan: _Plan | None, header: tuple[Tensor, dist.Work | None]) -> Tensor:
+    def _finish(self, part: Part, plan: _Plan | None, receive: Callable[[], Tensor]) -> Tensor:
         """Sum the remaining buckets, wait for all sums, set each `.grad`; return all ranks' weights (ranks,)."""
         progress = self.world.progress
         with progress.during("all-reduce"):
-            rows, work = header
-            if work is not None:
-                work.wait()
+            rows = receive()
             self._check(rows, is_read=plan is None)  # the host then waits in any case
             idle = [] if plan is None else self._still_idle(part, plan)
             for position in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):

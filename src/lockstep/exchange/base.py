@@ -7,8 +7,8 @@ two passes. After the part's last micro-batch, `.grad` holds the sum over micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,18 +113,12 @@ class Pass:
 class Exchange:
     """Exchange of a single process: gradients are those of its samples."""
 
-    is_separable = True
-    """Whether steps without exchange can be measured."""
     compared = "weights, optimizer state, synchronised statistics, averaged weights"
     """What the replica check compares."""
     divides_state = False
     """Whether each rank has only a part of the optimizers' state, and perhaps of the weights."""
-    is_rare = False
-    """Whether ranks step by their own gradients, and exchange weights every few steps."""
-    has_drifted = False
-    """Whether ranks have stepped by their own gradients since they last exchanged weights: replicas then differ."""
-    has_state = False
-    """Whether checkpoints hold a state of the exchange, which no other exchange can continue."""
+    every = 0
+    """Steps by each rank's own gradients between two exchanges of weights; 0 for an exchange of gradients in each."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -136,7 +130,10 @@ class Exchange:
         """Whether a rank has asked, alike on all ranks. On a GPU this is seen only where the host waits anyway."""
         self.settings: Mapping[str, int] = {}
         """The method's own options by their flags, for the startup report."""
+        self.drift = 0
+        """Steps by each rank's own gradients since the last exchange of weights; unless 0, replicas differ."""
         self._user_hooks = UserHooks()
+        self._is_whole = False  # within `whole_state`
 
     def attach(self, model: nn.Module) -> None:
         """Add a model's parameters (*collective*)."""
@@ -200,17 +197,20 @@ class Exchange:
         """The parameters, in every form in which a loss may depend on them."""
         return self.parameters
 
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the optimizers train the exchange's parameters, if it has replaced the model's."""
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have the optimizers step what this rank has: divided parameters, or a part of the state.
 
-    def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Divide the optimizers' state among the ranks, if the method does; called before the first step."""
+        Called once, before the first step. Raises `RequestError` for an optimizer that cannot.
+        """
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Prepare for a step of an optimizer: called on every rank right before it."""
 
-    def mute(self) -> None:
-        """Send nothing from now on, to measure steps without exchange: another exchange has the gradients."""
+    def silent(self) -> Exchange | None:
+        """Return an exchange that sends nothing, to measure steps without one; None if there can be none."""
+        silent = Exchange(self.world)
+        silent.models, silent.parameters, silent.drift = self.models, self.parameters, 1
+        return silent
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """Return further tensors by name that are equal on all ranks after a step (*collective*).
@@ -223,16 +223,14 @@ class Exchange:
         """Return whether this rank has the optimizer state of a parameter."""
         return True
 
-    def whole_state(self, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Have the whole state in rank 0's optimizers, or shards on every rank, within the block (*collective*)."""
-        return nullcontext()
-
-    def count_step(self, *, is_new: bool) -> None:
-        """Note that an optimizer has stepped; `is_new`: it is the step's first."""
-
-    def is_due(self, *, is_complete: bool) -> bool:
-        """Return whether to exchange weights now; `is_complete`: no optimizer is still to make the step."""
-        return False
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
 
     def synchronise(self, differing: Sequence[Tensor]) -> None:
         """Exchange weights (*collective*). `differing` are all tensors of the model and optimizers that differ."""

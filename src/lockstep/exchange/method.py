@@ -32,7 +32,7 @@ class Method:
     @property
     def can_sync_batchnorm(self) -> bool:
         """Whether batch statistics can be those of the global micro-batch."""
-        return not (registry.KINDS[self.name].drives_all or self.exchange.is_rare)
+        return not (registry.KINDS[self.name].drives_all or self.exchange.every)
 
 
 def build(config: ParallelConfig, world: World) -> Method:

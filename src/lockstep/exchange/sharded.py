@@ -14,8 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -30,18 +29,17 @@ from .. import _torch
 from ..checkpoint.shards import is_shard, local, shard_as
 from ..errors import RequestError, RunError
 from ..world.world import World, new_group
-from .allreduce import AllReduce
-from .base import MOST_PARTS, Header, Part, Pass, check_match
+from .base import Header, Part, Pass, check_match
 from .blocks import check_divisible, find_blocks, with_forward
+from .ranks import Ranks
 
 _NOT_BY_ELEMENT = (Adafactor, LBFGS, Muon, SparseAdam)
 """Optimizers that take rows or whole matrices; of shards, Muon's bfloat16 products also round otherwise."""
 
 
-class FullyShard(AllReduce):
+class FullyShard(Ranks):
     """Exchange among several ranks, each of which has a shard of every parameter."""
 
-    is_separable = False
     compared = "optimizer settings, synchronised statistics, shards of different groups"
     divides_state = True
 
@@ -61,14 +59,13 @@ class FullyShard(AllReduce):
                 f"--shard-size {shard_size} does not divide {world.size} ranks into equal groups of 2 or more."
             )
         self._mesh: DeviceMesh | None = None
-        self._allows_state_dict = False
-        """Whether a checkpoint's state is being read."""
+        self._pass: Pass | None = None  # under way
         self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
         self._undivided: dict[int, nn.Parameter] = {}  # by index: scalars, and those outside of any forward pass
-        self._guards: dict[nn.Parameter, Any] = {}  # hooks on the shards, which no loss may depend on
+        self._hooks: dict[nn.Parameter, Any] = {}  # on undivided parameters, and on shards, to refuse a gradient
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # parameters before and after, until optimizers are known
 
     def attach(self, model: nn.Module) -> None:
@@ -76,17 +73,20 @@ class FullyShard(AllReduce):
         self.shard(model)
         super().attach(model)
         indices = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._undivided |= {index: parameter for parameter, index in indices.items() if not is_shard(parameter)}
-        for parameter in indices:
-            if is_shard(parameter) and parameter not in self._guards:
-                self._guards[parameter] = _hook(parameter, partial(_refuse, parameter))
+        for parameter, index in indices.items():
+            if parameter not in self._hooks:
+                note = partial(_refuse, parameter) if is_shard(parameter) else partial(self._note, index)
+                self._hooks[parameter] = _hook(parameter, note)
+                if not is_shard(parameter):
+                    self._undivided[index] = parameter
         names = dict(model.named_parameters())
         for module in model.modules():  # the root first, as torch demands
             if isinstance(module, FSDPModule):
                 module.unshard()
                 for name, parameter in model.named_parameters():
                     if parameter is not names[name]:
-                        self._watch(parameter, indices[names[name]])
+                        self._unsharded.append(parameter)
+                        _hook(parameter, partial(self._note, indices[names[name]]))
                 module.reshard()
 
     def shard(self, model: nn.Module) -> None:
@@ -115,13 +115,13 @@ class FullyShard(AllReduce):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may use different parameters
                 register_hook: Any = module.register_state_dict_pre_hook
-                register_hook(lambda *_: self._check_whole())  # stays, as the shards do
+                register_hook(lambda *_: self._refuse_part("model.state_dict() under --strategy fsdp"))  # stays
                 if module in roots:
                     self._roots.append(module)
         self._replaced |= {parameters[name]: parameter for name, parameter in model.named_parameters()}
 
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Exchange.adopt`. Raises `RequestError` for an optimizer that needs whole tensors."""
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Exchange.take`. Raises `RequestError` for an optimizer that needs whole tensors."""
         for optimizer in optimizers:
             if isinstance(optimizer, _NOT_BY_ELEMENT):
                 raise RequestError(
@@ -150,6 +150,9 @@ class FullyShard(AllReduce):
         if not isinstance(optimizer, Adam):
             _torch.separate_step(optimizer)
 
+    def silent(self) -> None:
+        """See `Exchange.silent`: each step exchanges weights."""
+
     @property
     def leaves(self) -> list[nn.Parameter]:
         """See `Exchange.leaves`."""
@@ -159,34 +162,29 @@ class FullyShard(AllReduce):
         """See `Exchange.backward`."""
         part, is_last = backward_pass.part, backward_pass.is_last
         part.present = part.present or bytearray(len(self.parameters))
-        header = backward_pass.header
-        trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.parameters))
-        header = header._replace(part=header.part + MOST_PARTS * trained)
-        rows, work = self._start_header(header, backward_pass.weight) if is_last else (None, None)
-        if rows is not None and not rows.is_cuda:  # before collectives of other sizes, where ranks train other batches
-            if work is not None:
-                work.wait()
-            self._check(rows, is_read=True)
+        header = self._header(backward_pass)
+        receive = self._start_header(header, backward_pass.weight) if is_last else None
+        if receive is not None and self.world.device.type != "cuda":
+            self._check(receive(), is_read=True)  # before collectives of other sizes, where ranks train other batches
         for root in self._roots:
             root.set_requires_gradient_sync(is_last)
         for parameter, gradient in part.gradients:
             parameter.grad = gradient
         self._pass = backward_pass
         try:
-            with self._user_hooks.removed(self.parameters, self._guards) as part.hooks:
+            with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
                 backward_pass.run()
         finally:
             self._pass = None
-        self._take_undivided(backward_pass)
-        part.gradients = [(parameter, parameter.grad) for parameter in self._unsharded if parameter.grad is not None]
+        leaves = *self._unsharded, *self._undivided.values()
+        part.gradients = [(parameter, parameter.grad) for parameter in leaves if parameter.grad is not None]
         for parameter, _ in part.gradients:
             parameter.grad = None
-        if rows is None:
+        if receive is None:
             return None
         with self.world.progress.during("all-reduce"):
-            if work is not None:
-                work.wait()
-            self._finish_sharded(part, header)
+            rows = receive()
+            self._finish(part, header)
         return rows[:, 4]
 
     def divide(self, part: Part, divisor: Tensor) -> None:
@@ -195,20 +193,10 @@ class FullyShard(AllReduce):
             if parameter.grad is not None:
                 local(parameter.grad).div_(divisor)
 
-    @contextmanager
-    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """See `Exchange.whole_state`: shards, which their reader gathers one at a time."""
-        self._allows_state_dict = True
-        try:
-            yield
-        finally:
-            self._allows_state_dict = False
-
     def close(self) -> None:
         """See `Exchange.close`."""
-        super().close()
-        while self._guards:
-            self._guards.popitem()[1].remove()
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """See `Exchange.evidence`: digests of a group's shards, and each rank's norm, which shows NaNs."""
@@ -223,19 +211,6 @@ class FullyShard(AllReduce):
         if size == self.world.size:
             return DeviceMesh.from_group(new_group(), device)
         return init_device_mesh(device, (self.world.size // size, size), mesh_dim_names=("replicas", "shards"))
-
-    def _check_whole(self) -> None:
-        """Raise `RequestError` for a `state_dict` of shards that the user would take for the whole."""
-        if not self._allows_state_dict:
-            raise RequestError(
-                "model.state_dict() under --strategy fsdp would have this rank's shards alone; the run's checkpoints "
-                "have the whole weights."
-            )
-
-    def _watch(self, parameter: nn.Parameter, index: int) -> None:
-        """Note each gradient of an unsharded parameter."""
-        self._unsharded.append(parameter)
-        _hook(parameter, partial(self._note, index))
 
     def _note_block(self, number: int) -> None:
         self._order = zlib.crc32(number.to_bytes(4), self._order)
@@ -254,20 +229,10 @@ class FullyShard(AllReduce):
         backward_pass.clear_(gradient)
         return gradient
 
-    def _take_undivided(self, backward_pass: Pass) -> None:
-        """Move the gradients of parameters that each rank has into the part."""
-        part, zeroed = backward_pass.part, backward_pass.zeroed
-        for index, parameter in self._undivided.items():
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None or zeroed is True:
-                continue
-            backward_pass.clear_(gradient)
-            part.sparse[index] = gradient + part.sparse[index] if index in part.sparse else gradient
-            part.present[index] = True
-
-    def _finish_sharded(self, part: Part, header: Header) -> None:
-        """Sum the gradients of whole parameters; drop those of parameters without one on any rank (*collective*)."""
-        if part.gradients:
+    def _finish(self, part: Part, header: Header) -> None:
+        """Sum the gradients of undivided parameters; drop those that no rank has (*collective*)."""
+        gradients, part.gradients = dict(part.gradients), []
+        if not gradients.keys() <= set(self._undivided.values()):
             raise RequestError(
                 "--strategy fsdp sums gradients in a global batch's last micro-batch, whose loss here does not depend "
                 "on all weights that an earlier one's does; take --strategy zero1, or no accumulation."
@@ -283,10 +248,12 @@ class FullyShard(AllReduce):
                 "layers that some of them skip by --shard-modules, or take --strategy zero1"
             )
         used = rows.amax(0).tolist()
-        for index, parameter in self._undivided.items():
-            if used[index]:
-                gradient = part.sparse.get(index, torch.zeros_like(parameter))
-                parameter.grad = self.world.stack(gradient).sum(0)
+        undivided = [parameter for index, parameter in self._undivided.items() if used[index]]
+        if undivided:  # all in one message
+            flat = torch.cat([gradients.get(item, torch.zeros_like(item)).double().view(-1) for item in undivided])
+            totals = torch.split(self.world.stack(flat).sum(0), [parameter.numel() for parameter in undivided])
+            for parameter, total in zip(undivided, totals, strict=True):
+                parameter.grad = total.view_as(parameter).to(parameter.dtype)
         for parameter, is_used in zip(self.parameters, used[:-4], strict=True):
             if not is_used:
                 parameter.grad = None

@@ -219,7 +219,7 @@ class Loop:
         weights, if they step by their own gradients.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
-        waits = self.prepared.exchange.has_drifted
+        waits = self.prepared.exchange.drift > 0
         if not waits and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # The end of an epoch saves anyway, once the weights are evaluated.
@@ -295,7 +295,7 @@ class Loop:
     def _non_finite_error(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
         doubt = ""
-        if not self.prepared.exchange.has_drifted:
+        if not self.prepared.exchange.drift:
             doubt = self.checks.replicas.explain_loss(self.position.step, step)
         location, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
@@ -315,7 +315,7 @@ class Loop:
 
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
-        if not self.prepared.exchange.has_drifted:
+        if not self.prepared.exchange.drift:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:

@@ -182,7 +182,7 @@ class Passes:
             self._draws.come_to(self.shares.newest_open)  # the loop may draw for batches that it keeps
             if counts and loop.is_running:
                 self.compare()
-                if self._prepared.exchange.has_drifted and loop.is_done and loop.position.within != loop.steps:
+                if self._prepared.exchange.drift and loop.is_done and loop.position.within != loop.steps:
                     loop.warn(
                         "max_steps has ended the run between two exchanges of weights, and they are exchanged now: a "
                         "run that continues from here differs from one without this end; give a multiple of "
