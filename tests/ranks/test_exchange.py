@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.exchange.allreduce import AllReduce
-from lockstep.exchange.base import BACKWARD, Header, Part, Pass
+from lockstep.exchange.base import Call, Header, Part, Pass
 from lockstep.exchange.compress import CompressedSum
 from lockstep.world.world import World
 
@@ -83,7 +83,7 @@ def _exchanged(world: World, overlap: bool) -> tuple[list[int], list[list[Tensor
                 loss.backward()
                 left.append(len(exchange._works))
 
-            exchange.backward(Pass(run, part, Header(BACKWARD, micro), 1.0, micro == MICRO_BATCHES - 1))
+            exchange.backward(Pass(run, part, Header(Call.BACKWARD.kind, micro), 1.0, micro == MICRO_BATCHES - 1))
         found.append(_gradients(net))
     exchange.close()
     return left, found

@@ -14,7 +14,7 @@ from lockstep.batching import Share
 from lockstep.errors import RunError
 from lockstep.exchange import allreduce, ranks
 from lockstep.exchange.allreduce import AllReduce
-from lockstep.exchange.base import BACKWARD, Exchange, Header, Part, Pass
+from lockstep.exchange.base import Call, Exchange, Header, Part, Pass
 from lockstep.exchange.batch import GlobalBatch
 from lockstep.sessions.shares import Handed, Shares
 from lockstep.world.topology import Topology
@@ -71,7 +71,7 @@ def backward(exchange: AllReduce, *losses: Tensor) -> None:
     part = Part()
     exchange.hide()
     for number, loss in enumerate(losses, start=1):
-        exchange.backward(Pass(loss.backward, part, Header(BACKWARD, number), 1.0, number == len(losses)))
+        exchange.backward(Pass(loss.backward, part, Header(Call.BACKWARD.kind, number), 1.0, number == len(losses)))
 
 
 def gradients(*layers: nn.Module) -> list[Tensor | None]:
@@ -194,7 +194,7 @@ def test_a_weighed_mean_is_over_the_whole_batch() -> None:
         batch.begin_micro_batch()
         loss = (number + 1) * layer(X).sum()
         run = lambda factor, loss=loss: (factor * loss).backward()  # noqa: E731
-        batch.backward(loss, weight, weight, None, Header(BACKWARD, number), run, last=number == 1)
+        batch.backward(loss, weight, weight, None, Header(Call.BACKWARD.kind, number), run, last=number == 1)
     assert layer.weight.grad is not None
     assert torch.allclose(layer.weight.grad[0], (1 * 1 + 3 * 2) / 4 * X.sum(0))
     batch.end(3)

@@ -62,7 +62,6 @@ class AllReduce(Ranks):
             self.settings = self._low_rank.settings
         self._overlap = overlap
         self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
-        self._hooks: dict[nn.Parameter, Any] = {}
         self._trained: list[bool] = []  # which parameters the buckets cover
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []
@@ -84,11 +83,6 @@ class AllReduce(Ranks):
                 self._sparse |= {
                     index: parameter for index, parameter in enumerate(self.parameters) if parameter is module.weight
                 }
-
-    def close(self) -> None:
-        """Remove all hooks from the parameters."""
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
 
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""

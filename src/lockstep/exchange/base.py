@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,49 +18,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import Hooks, UserHooks
-from ..checkpoint.shards import whole
+from ..checkpoint.shards import local, whole
 from ..checkpoint.state import few
 from ..errors import RunError
 from ..world.world import World
+
+
+class Call(StrEnum):
+    """A call that all ranks make at the same time."""
+
+    END_EPOCH = "ends an epoch"
+    BEGIN_EVALUATION = "begins an evaluation"
+    END_EVALUATION = "ends an evaluation"
+    REDUCE = "calls session.sum, max, mean or gather"
+    RECORD = "records its steps"
+    BACKWARD = "calls session.backward outside of a loader's loop"
+    LOAD_BEST = "calls session.load_best"
+    STOP = "calls session.stop_if_asked"
+    CLOSE = "closes its session or has ended its script"
+    ORDER = "begins a pass in its sampler's order"
+    SCORE = "calls session.score"
+
+    @property
+    def kind(self) -> int:
+        """The `kind` of its headers."""
+        return [*Call].index(self)
 
 
 class Header(NamedTuple):
     """Description of an exchange. Ranks with different headers raise `RunError`."""
 
     kind: int
-    """Index in `KINDS`, or, below 0, a pass over the data (see `pass_kind`)."""
+    """`Call.kind`, or, below 0, a pass over the data (see `pass_kind`)."""
     number: int
     """Global micro-batch of the pass, or optimizer step."""
     part: int = 0
     """Number of the backward pass of this micro-batch (see `MOST_PARTS`), or a checksum of a call's details."""
-
-
-KINDS = (
-    "ends an epoch",
-    "begins an evaluation",
-    "ends an evaluation",
-    "calls session.sum, max, mean or gather",
-    "records its steps",
-    "calls session.backward outside of a loader's loop",
-    "calls session.load_best",
-    "calls session.stop_if_asked",
-    "closes its session or has ended its script",
-    "begins a pass in its sampler's order",
-    "calls session.score",
-)
-(
-    END_EPOCH,
-    BEGIN_EVALUATION,
-    END_EVALUATION,
-    REDUCE,
-    RECORD,
-    BACKWARD,
-    LOAD_BEST,
-    STOP,
-    CLOSE,
-    ORDER,
-    SCORE,
-) = range(len(KINDS))
 
 
 _MOST_PASSES = 1 << 16  # over an epoch's data
@@ -133,6 +127,7 @@ class Exchange:
         self.drift = 0
         """Steps by each rank's own gradients since the last exchange of weights; unless 0, replicas differ."""
         self._user_hooks = UserHooks()
+        self._hooks: dict[nn.Parameter, Any] = {}  # the exchange's own, which stay in backward passes
         self._is_whole = False  # within `whole_state`
 
     def attach(self, model: nn.Module) -> None:
@@ -149,9 +144,9 @@ class Exchange:
         """
         part = backward_pass.part
         adds_in_place = backward_pass.zeroed is False and backward_pass.weightless is False
-        if adds_in_place:
-            _show(part.gradients)
-        with self._user_hooks.removed(self.parameters, {}) as part.hooks:
+        for parameter, gradient in part.gradients if adds_in_place else ():
+            parameter.grad = gradient
+        with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
             backward_pass.run()
         if not adds_in_place:
             if backward_pass.zeroed is True:
@@ -171,19 +166,19 @@ class Exchange:
         """Divide the part's gradients (`.grad`) by `divisor` (0-dim)."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(divisor)
+                local(parameter.grad).div_(divisor)
 
     def hide(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the existing gradients."""
-        gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        gradients = [(parameter, parameter.grad) for parameter in self.leaves if parameter.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
         return gradients
 
-    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
-        """Raise `RunError` on every rank unless all ranks have the same header and details (*collective*).
+    def meet(self, call: Call, number: int, details: Sequence[str] = ()) -> None:
+        """Raise `RunError` on every rank unless all make the same call (*collective*).
 
-        `details` describe the call, such as the names of values.
+        `number` counts such calls, or steps; `details` describe the call, such as the names of values.
         """
 
     def shard(self, model: nn.Module) -> None:
@@ -251,11 +246,8 @@ class Exchange:
 
     def close(self) -> None:
         """Remove all hooks from the models."""
-
-
-def _show(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
 
 def on_device(value: float | Tensor, device: torch.device) -> Tensor:
@@ -276,19 +268,19 @@ def check_match(rows: Sequence[Sequence[float]], step: int) -> None:
             raise _mismatch_error(step, _describe(first, names_set), rank, _describe(row, names_set))
 
 
-def check_details(kind: int, details: Sequence[Sequence[str]], step: int) -> None:
+def check_details(call: Call, details: Sequence[Sequence[str]], step: int) -> None:
     """Raise `RunError` unless all ranks' details of a call are equal."""
     main_names = details[0]
     for rank, names in enumerate(details):
         if names != main_names:
-            main_call, call = (
-                " ".join([KINDS[kind], *([f"with {few(extra)}"] if extra else ["without"])])
+            main_text, text = (
+                " ".join([call, *([f"with {few(extra)}"] if extra else ["without"])])
                 for extra in (
                     [name for name in main_names if name not in names],
                     [name for name in names if name not in main_names],
                 )
             )
-            raise _mismatch_error(step, main_call, rank, call)
+            raise _mismatch_error(step, main_text, rank, text)
 
 
 def _mismatch_error(step: int, first: str, rank: int, other: str) -> RunError:
@@ -302,7 +294,7 @@ def _mismatch_error(step: int, first: str, rank: int, other: str) -> RunError:
 def _describe(row: Sequence[Any], names_set: bool) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
-        return KINDS[kind]
+        return str([*Call][kind])
     epoch, again = divmod(-1 - kind, _MOST_PASSES)
     of_pass = f", pass {again + 1} over the data" if again else ""
     trained, number = divmod(part, MOST_PARTS)

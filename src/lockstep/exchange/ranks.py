@@ -11,11 +11,14 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..world.world import World, new_group
-from .base import MOST_PARTS, Exchange, Header, Pass, check_details, check_match, on_device
+from .base import MOST_PARTS, Call, Exchange, Header, Pass, check_details, check_match, on_device
 
 
 class Ranks(Exchange):
     """Exchange of headers among several ranks; subclasses exchange gradients or weights."""
+
+    checks_first = False
+    """Whether backward passes have collectives of their own, which differ in size where ranks train other batches."""
 
     def __init__(self, world: World, *, shares_memory: bool = True) -> None:
         """`shares_memory`: ranks of one host without GPUs exchange through shared memory, if they can."""
@@ -24,14 +27,27 @@ class Ranks(Exchange):
         self._group: dist.ProcessGroup | None = None  # from the first header on
         self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
 
-    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
+    def backward(self, backward_pass: Pass) -> Tensor | None:
+        """See `Exchange.backward`: the gradients remain this rank's."""
+        if not backward_pass.is_last:
+            return super().backward(backward_pass)
+        receive = self._start_header(self._header(backward_pass), backward_pass.weight)
+        if self.checks_first and self.world.device.type != "cuda":
+            self._check(receive(), is_read=True)
+        super().backward(backward_pass)
+        with self.world.progress.during("all-gather"):
+            rows = receive()
+        self._check(rows, is_read=False)
+        return rows[:, 4]
+
+    def meet(self, call: Call, number: int, details: Sequence[str] = ()) -> None:
         """See `Exchange.meet`."""
-        receive = self._start_header(header._replace(part=zlib.crc32(repr([*details]).encode())))
+        receive = self._start_header(Header(call.kind, number, zlib.crc32(repr([*details]).encode())))
         with self.world.progress.during("all-gather"):
             rows = receive()
         calls = rows[:, :2].tolist()
         if calls.count(calls[0]) == len(calls) and len(set(rows[:, 2].tolist())) > 1:
-            check_details(header.kind, self.world.gather([*details]), self.world.progress.step)
+            check_details(call, self.world.gather([*details]), self.world.progress.step)
         self._check(rows, is_read=True)
 
     def _header(self, backward_pass: Pass) -> Header:

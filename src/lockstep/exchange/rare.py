@@ -44,18 +44,12 @@ class Rare(Ranks):
 
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`: `.grad` is this rank's own, scaled up from its share to the global batch."""
-        is_last = backward_pass.is_last
-        receive = self._start_header(self._header(backward_pass), backward_pass.weight) if is_last else None
         if backward_pass.zeroed is True:  # a gradient of zero, so that optimizers step on all ranks alike
             zeroed = torch.ones((), dtype=torch.bool, device=self.world.device)
             backward_pass = dataclasses.replace(backward_pass, zeroed=zeroed)
-        super().backward(backward_pass)
-        if receive is None:
+        weights = super().backward(backward_pass)
+        if weights is None:
             return None
-        with self.world.progress.during("all-gather"):
-            rows = receive()
-        self._check(rows, is_read=False)
-        weights = rows[:, 4]
         total, own = weights.sum(), weights[self.world.rank]
         # Outside of a loader no weights are known: the ranks' shares then count alike.
         share = torch.where(total > 0, own / total, 1 / self.world.size)

@@ -11,6 +11,7 @@ shards of different groups.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 import zlib
@@ -42,6 +43,7 @@ class FullyShard(Ranks):
 
     compared = "optimizer settings, synchronised statistics, shards of different groups"
     divides_state = True
+    checks_first = True
 
     def __init__(self, world: World, *, blocks: Sequence[str] = (), shard_size: int | None = None) -> None:
         """`blocks` are patterns of class names (see `find_blocks`); `shard_size` is the ranks that divide the weights.
@@ -65,7 +67,6 @@ class FullyShard(Ranks):
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
         self._undivided: dict[int, nn.Parameter] = {}  # by index: scalars, and those outside of any forward pass
-        self._hooks: dict[nn.Parameter, Any] = {}  # on undivided parameters, and on shards, to refuse a gradient
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # parameters before and after, until optimizers are known
 
     def attach(self, model: nn.Module) -> None:
@@ -160,43 +161,19 @@ class FullyShard(Ranks):
 
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
-        part, is_last = backward_pass.part, backward_pass.is_last
+        part = backward_pass.part
         part.present = part.present or bytearray(len(self.parameters))
-        header = self._header(backward_pass)
-        receive = self._start_header(header, backward_pass.weight) if is_last else None
-        if receive is not None and self.world.device.type != "cuda":
-            self._check(receive(), is_read=True)  # before collectives of other sizes, where ranks train other batches
         for root in self._roots:
-            root.set_requires_gradient_sync(is_last)
-        for parameter, gradient in part.gradients:
-            parameter.grad = gradient
+            root.set_requires_gradient_sync(backward_pass.is_last)
         self._pass = backward_pass
-        try:
-            with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
-                backward_pass.run()
+        try:  # `_note` sets to 0 what does not count
+            weights = super().backward(dataclasses.replace(backward_pass, zeroed=False, weightless=False))
         finally:
             self._pass = None
-        leaves = *self._unsharded, *self._undivided.values()
-        part.gradients = [(parameter, parameter.grad) for parameter in leaves if parameter.grad is not None]
-        for parameter, _ in part.gradients:
-            parameter.grad = None
-        if receive is None:
-            return None
-        with self.world.progress.during("all-reduce"):
-            rows = receive()
-            self._finish(part, header)
-        return rows[:, 4]
-
-    def divide(self, part: Part, divisor: Tensor) -> None:
-        """See `Exchange.divide`."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                local(parameter.grad).div_(divisor)
-
-    def close(self) -> None:
-        """See `Exchange.close`."""
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+        if weights is not None:
+            with self.world.progress.during("all-reduce"):
+                self._finish(part, self._header(backward_pass))
+        return weights
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """See `Exchange.evidence`: digests of a group's shards, and each rank's norm, which shows NaNs."""
@@ -231,8 +208,7 @@ class FullyShard(Ranks):
 
     def _finish(self, part: Part, header: Header) -> None:
         """Sum the gradients of undivided parameters; drop those that no rank has (*collective*)."""
-        gradients, part.gradients = dict(part.gradients), []
-        if not gradients.keys() <= set(self._undivided.values()):
+        if any(parameter.grad is not None for parameter in self._unsharded):
             raise RequestError(
                 "--strategy fsdp sums gradients in a global batch's last micro-batch, whose loss here does not depend "
                 "on all weights that an earlier one's does; take --strategy zero1, or no accumulation."
@@ -250,7 +226,8 @@ class FullyShard(Ranks):
         used = rows.amax(0).tolist()
         undivided = [parameter for index, parameter in self._undivided.items() if used[index]]
         if undivided:  # all in one message
-            flat = torch.cat([gradients.get(item, torch.zeros_like(item)).double().view(-1) for item in undivided])
+            gradients = [torch.zeros_like(item) if item.grad is None else item.grad for item in undivided]
+            flat = torch.cat([gradient.double().view(-1) for gradient in gradients])
             totals = torch.split(self.world.stack(flat).sum(0), [parameter.numel() for parameter in undivided])
             for parameter, total in zip(undivided, totals, strict=True):
                 parameter.grad = total.view_as(parameter).to(parameter.dtype)

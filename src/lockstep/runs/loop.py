@@ -20,7 +20,7 @@ from ..checkpoint import resume
 from ..checkpoint.state import State
 from ..checks.samples import Indices
 from ..errors import RequestError, RunError, Stopped, counted, ranks_named
-from ..exchange.base import RECORD, Header
+from ..exchange.base import Call
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
 from ..world.random_state import load_generators, save_generators, seed_all
@@ -283,7 +283,7 @@ class Loop:
         pending.values.sort(key=lambda value: value[:2])  # ranks may log in another order
         first = step + 1 - len(pending.rows)
         names = [f"{name} of step {first + number}" for number, name, *_ in pending.values]
-        self.prepared.exchange.meet(Header(RECORD, step), names)
+        self.prepared.exchange.meet(Call.RECORD, step, names)
         self.prepared.exchange.is_asked = False
         stopping, non_finite = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
         if non_finite is not None:

@@ -16,8 +16,7 @@ from ..checkpoint.resume import accumulation
 from ..checks.samples import SampleCounts
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError, counted
-from ..exchange import base
-from ..exchange.base import Header
+from ..exchange.base import Call
 from ..models.modes import evaluating
 from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
@@ -162,7 +161,7 @@ class Passes:
                 if micro is None:
                     break
                 if is_first_batch and counts and loop.is_running and (order := getattr(source, "order_digest", "")):
-                    self._prepared.exchange.meet(Header(base.ORDER, number), [f"order {order}"])
+                    self._prepared.exchange.meet(Call.ORDER, number, [f"order {order}"])
                 is_first_batch = False
                 samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
@@ -245,7 +244,7 @@ class Passes:
         self._stepper.leave()
         self.shares.leave()
         self.shares.forget()
-        self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
+        self._prepared.exchange.meet(Call.END_EPOCH, self._loop.position.step + self._stepper.has_stepped)
         self._prepared.synchronise()
         self.begin_epoch()
         loop, position = self._loop, self._loop.position
@@ -339,7 +338,7 @@ class Passes:
         world, loop, exchange = self._world, self._loop, self._prepared.exchange
         self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
         self._draws.end()
-        exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
+        exchange.meet(Call.BEGIN_EVALUATION, self._evaluations)
         self._prepared.synchronise()
         shared, evaluated = self._evaluation_shares(loader) if isinstance(loader, DataLoader) else loader, 0
         self._warn_of_evaluation(shared)
@@ -362,7 +361,7 @@ class Passes:
                     yield micro.batch
             finally:
                 self.evaluated_share = outer_share if self._open_evaluations > 1 else None
-        exchange.meet(Header(base.END_EVALUATION, self._evaluations))
+        exchange.meet(Call.END_EVALUATION, self._evaluations)
         self._evaluations += 1
         self.compare()
         total = int(world.sum(torch.tensor(evaluated, device=world.device)))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import RequestError
 from ..exchange import base
-from ..exchange.base import Exchange, Header
+from ..exchange.base import Call, Exchange, Header
 from ..exchange.batch import GlobalBatch
 from ..nn import sync_batchnorm
 from ..runs.loop import Loop
@@ -117,7 +117,7 @@ class Stepper:
         elif weight is not None:
             factor = float(handed is None or handed.share.size > 0)
         if handed is None:
-            header = Header(base.BACKWARD, self.outside)
+            header = Header(Call.BACKWARD.kind, self.outside)
             self.outside += 1
         else:
             header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
