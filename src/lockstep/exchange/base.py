@@ -122,8 +122,8 @@ class Exchange:
         """Whether this rank asks all ranks to end the interval of their metrics, as for a stop."""
         self.is_asked = False
         """Whether a rank has asked, alike on all ranks. On a GPU this is seen only where the host waits anyway."""
-        self.settings: Mapping[str, int] = {}
-        """The method's own options by their flags, for the startup report."""
+        self.settings: dict[str, int | str] = {}
+        """The method's own options by their flags, and its choices, for the startup report."""
         self.drift = 0
         """Steps by each rank's own gradients since the last exchange of weights; unless 0, replicas differ."""
         self._user_hooks = UserHooks()
@@ -186,6 +186,9 @@ class Exchange:
 
         The model need not be attached, such as an average.
         """
+
+    def reshard(self) -> None:
+        """Free gathered weights, if any: the models then have their shards."""
 
     @property
     def leaves(self) -> list[nn.Parameter]:

@@ -15,7 +15,8 @@ import dataclasses
 import gc
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from ..errors import RequestError, RunError
 from ..world.world import World, new_group
 from .base import Header, Part, Pass, check_match
 from .blocks import check_divisible, find_blocks, with_forward
+from .compress import reduce_scatter
 from .ranks import Ranks
 
 _NOT_BY_ELEMENT = (Adafactor, LBFGS, Muon, SparseAdam)
@@ -45,8 +47,19 @@ class FullyShard(Ranks):
     divides_state = True
     checks_first = True
 
-    def __init__(self, world: World, *, blocks: Sequence[str] = (), shard_size: int | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        blocks: Sequence[str] = (),
+        shard_size: int | None = None,
+        reshards: bool = True,
+        wire: torch.dtype | None = None,
+    ) -> None:
         """`blocks` are patterns of class names (see `find_blocks`); `shard_size` is the ranks that divide the weights.
+
+        Unless it `reshards`, weights stay gathered from a forward pass to its backward pass. `wire` is the type in
+        which gradients travel; None for their own.
 
         Raises `RequestError` unless `shard_size` divides the ranks into equal groups of two or more.
         """
@@ -55,7 +68,8 @@ class FullyShard(Ranks):
                 f"--strategy fsdp needs a newer torch than {torch.__version__}: it cannot sum unused layers."
             )
         super().__init__(world)
-        self._patterns, self._shard_size = blocks, shard_size or world.size
+        self._patterns, self._shard_size, self._reshards = blocks, shard_size or world.size, reshards
+        self._reduce_scatter: Any = partial(reduce_scatter, wire=wire) if wire else dist.reduce_scatter_tensor
         if world.size % self._shard_size or self._shard_size == 1:
             raise RequestError(
                 f"--shard-size {shard_size} does not divide {world.size} ranks into equal groups of 2 or more."
@@ -64,6 +78,7 @@ class FullyShard(Ranks):
         self._pass: Pass | None = None  # under way
         self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
+        self._gathered: list[FSDPModule] = []  # whose weights may stay gathered after a forward pass
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
         self._undivided: dict[int, nn.Parameter] = {}  # by index: scalars, and those outside of any forward pass
@@ -89,6 +104,12 @@ class FullyShard(Ranks):
                         self._unsharded.append(parameter)
                         _hook(parameter, partial(self._note, indices[names[name]]))
                 module.reshard()
+                if not self._reshards:
+                    self._gathered.append(module)
+                    # Weights without a backward pass to follow would be stale in a later forward pass.
+                    module.register_forward_pre_hook(
+                        lambda module, _: module.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
+                    )
 
     def shard(self, model: nn.Module) -> None:
         """See `Exchange.shard`.
@@ -109,7 +130,7 @@ class FullyShard(Ranks):
         for number, module in enumerate(model.modules()):
             if isinstance(module, FSDPModule):
                 note = partial(self._note_block, number)
-                comms: Any = _Noted(note, dist.all_gather_into_tensor), _Noted(note, dist.reduce_scatter_tensor)
+                comms: Any = _Noted(note, dist.all_gather_into_tensor), _Noted(note, self._reduce_scatter)
                 module.set_custom_all_gather(comms[0])
                 module.set_custom_reduce_scatter(comms[1])
                 module.set_gradient_divide_factor(1.0)
@@ -130,6 +151,8 @@ class FullyShard(Ranks):
                     "--strategy ddp, or an optimizer such as AdamW."
                 )
             for group in optimizer.param_groups:
+                if group.get("fused") and not isinstance(optimizer, Adam):
+                    self.settings["fused"] = "off, as torch has fused steps of shards for Adam alone"
                 group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
             state: Any = optimizer.state
             for parameter in [parameter for parameter in state if parameter in self._replaced]:
@@ -148,8 +171,21 @@ class FullyShard(Ranks):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """See `Exchange.begin_step`: torch's fused steps of shards are Adam's alone."""
+        self.reshard()  # weights of a forward pass without a backward pass would be stale
         if not isinstance(optimizer, Adam):
             _torch.separate_step(optimizer)
+
+    def reshard(self) -> None:
+        """See `Exchange.reshard`."""
+        for module in self._gathered:
+            module.reshard()
+
+    @contextmanager
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """See `Exchange.whole_state`: shards, which their reader gathers one at a time, and may change."""
+        self.reshard()
+        with super().whole_state(optimizers):
+            yield
 
     def silent(self) -> None:
         """See `Exchange.silent`: each step exchanges weights."""
