@@ -709,8 +709,9 @@ a weight that is used outside of forward is trained by each rank: exchange/shard
 + partial(self._note, index)
 = ranks/test_sharded.py::test_weights_that_stay_gathered_are_never_stale
 weights that no backward pass frees are stale after a step: exchange/sharded.py
-- self.reshard()  # weights of a forward pass without a backward pass would be stale
-+ pass
+- self._reshard()
+-         if not isinstance(optimizer, Adam):
++ if not isinstance(optimizer, Adam):
 an evaluation keeps its weights for the forward pass after it: exchange/sharded.py
 - module.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
 + module.set_reshard_after_forward(False, recurse=False)

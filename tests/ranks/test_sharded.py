@@ -251,6 +251,7 @@ def gather(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[f
                     optimizer.step()
                     optimizer.zero_grad()
                     results.append(float(session.sum(loss.detach() * len(x))))
+                    results.append(float(session.sum(net(x).detach().square().sum())))
                 results += [float(session.sum(net(x).square().sum())) for (x,) in session.evaluating(held_out)]
                 with torch.no_grad():  # as where averaged weights are swapped in
                     for parameter in net.parameters():

@@ -187,9 +187,6 @@ class Exchange:
         The model need not be attached, such as an average.
         """
 
-    def reshard(self) -> None:
-        """Free gathered weights, if any: the models then have their shards."""
-
     @property
     def leaves(self) -> list[nn.Parameter]:
         """The parameters, in every form in which a loss may depend on them."""

@@ -171,19 +171,19 @@ class FullyShard(Ranks):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """See `Exchange.begin_step`: torch's fused steps of shards are Adam's alone."""
-        self.reshard()  # weights of a forward pass without a backward pass would be stale
+        self._reshard()
         if not isinstance(optimizer, Adam):
             _torch.separate_step(optimizer)
 
-    def reshard(self) -> None:
-        """See `Exchange.reshard`."""
+    def _reshard(self) -> None:
+        """Free weights that a forward pass without a backward pass has left gathered: they would be stale."""
         for module in self._gathered:
             module.reshard()
 
     @contextmanager
     def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """See `Exchange.whole_state`: shards, which their reader gathers one at a time, and may change."""
-        self.reshard()
+        self._reshard()
         with super().whole_state(optimizers):
             yield
 

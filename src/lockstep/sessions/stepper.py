@@ -238,7 +238,6 @@ class Stepper:
     def _end(self, handed: Handed | None, parts: int | None = None, *, saves: bool = True) -> None:
         """End the batch, or its first `parts` backward passes; count the step on it, if any (*collective*)."""
         loop = self._loop
-        self._prepared.exchange.reshard()  # the next forward pass may have begun
         if handed is not None and handed.counts and loop.is_running:
             loop.count_batch(handed.place, handed.share.step)
         self._batch.end(0 if handed is None else handed.share.total, parts)
