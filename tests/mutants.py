@@ -242,11 +242,11 @@ each loss of a batch is taken for its first one: exchange/batch.py
 + pass
 = unit/test_exchange.py::test_a_weighed_mean_is_over_the_whole_batch
 a weight is that of the last micro-batch alone: exchange/batch.py
-- self._weights[number] = self._weights[number] + weight
-+ self._weights[number] = weight
+- part.weight = part.weight + weight
++ part.weight = weight
 a weighed loss is told as a sum: exchange/batch.py
-- self._losses[number] = total if divisor is None else total / divisor
-+ self._losses[number] = total
+- part.loss = total if divisor is None else total / divisor
++ part.loss = total
 # shares
 = unit/test_exchange.py::test_a_loss_leads_to_the_share_of_its_batch_wherever_the_loop_has_come_to
 a loss is of the batch that was read last: sessions/shares.py

@@ -34,7 +34,7 @@ _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
 busy."""
 
-_MOST_LAYOUTS = 4
+_MOST_LAYOUTS = 4  # of a loop that freezes and thaws in each step
 
 
 @dataclass
@@ -43,8 +43,6 @@ class _Plan:
 
     early: list[int]
     """Buckets whose parameters all had gradients."""
-    late: list[int]
-    """Buckets with an unused parameter."""
     idle: list[int]
     """Buckets without any gradient."""
     counts: list[int]
@@ -62,7 +60,7 @@ class AllReduce(Ranks):
             self.settings = self._low_rank.settings
         self._overlap = overlap
         self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
-        self._trained: list[bool] = []  # which parameters the buckets cover
+        self._trained = b""  # which parameters the buckets cover
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
@@ -126,30 +124,25 @@ class AllReduce(Ranks):
             self._low_rank.load_state(tensors, self.names())
 
     def _lay_out(self) -> None:
-        trained = [parameter.requires_grad for parameter in self.parameters]
-        if trained == self._trained:
-            return
-        self._trained = trained
-        if (layout := self._layouts.get(bytes(trained))) is not None:  # a loop that freezes and thaws in each step
-            self._buckets, self._place, self._plans = layout
-            return
-        if self._low_rank is not None and not self._layouts:
-            self._low_rank.check([parameter for parameter in self.parameters if parameter.requires_grad])
-        while len(self._layouts) >= _MOST_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
-        self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
-        self._place = {
-            index: (position, number)
-            for position, bucket in enumerate(self._buckets)
-            for number, index in enumerate(bucket.indices)
-        }
-        self._plans = {}
-        self._layouts[bytes(trained)] = self._buckets, self._place, self._plans
-        for index, parameter in numbered:
-            if parameter not in self._hooks:
-                register: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[parameter] = register(partial(self._take, index))
+        self._trained = bytes(parameter.requires_grad for parameter in self.parameters)
+        if self._trained not in self._layouts:
+            numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if self._trained[index]]
+            if self._low_rank is not None and not self._layouts:
+                self._low_rank.check([parameter for _, parameter in numbered])
+            while len(self._layouts) >= _MOST_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
+            place = {
+                index: (position, number)
+                for position, bucket in enumerate(buckets)
+                for number, index in enumerate(bucket.indices)
+            }
+            self._layouts[self._trained] = buckets, place, {}
+            for index, parameter in numbered:
+                if parameter not in self._hooks:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._hooks[parameter] = register(partial(self._take, index))
+        self._buckets, self._place, self._plans = self._layouts[self._trained]
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass has computed into its bucket."""
@@ -212,7 +205,7 @@ class AllReduce(Ranks):
             rows = receive()
             self._check(rows, is_read=plan is None)  # the host then waits in any case
             idle = [] if plan is None else self._still_idle(part, plan)
-            for position in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
+            for position in (*(() if plan is None else plan.early), *range(len(self._buckets))):
                 if position not in self._works and position not in idle:
                     self._launch(part, position)
             for pending in self._works.values():
@@ -222,8 +215,8 @@ class AllReduce(Ranks):
                 if pending is not None:
                     pending.wait()
             sparse = [self._sum_sparse(index, part) for index in self._sparse if self._trained[index]]
-        gradients: list[tuple[nn.Parameter, Tensor]] = []
-        next_plan = _Plan([], [], [], [])
+        gradients = [item for item in sparse if item is not None]
+        next_plan = _Plan([], [], [])
         for position, bucket in enumerate(self._buckets):
             counts = [self._counts[index] for index in bucket.indices]
             next_plan.counts.append(0 if 0 in counts else sum(counts))
@@ -235,8 +228,8 @@ class AllReduce(Ranks):
             has = [bool(part.present[index]) for index in bucket.indices]
             if plan is None or not all(has):  # only then the host waits for the flags
                 has = (bucket.flags(flat) > 0).tolist()
-            buckets = next_plan.early if all(has) else next_plan.late if any(has) else next_plan.idle
-            buckets.append(position)
+            if all(has) or not any(has):
+                (next_plan.early if all(has) else next_plan.idle).append(position)
             gradients += [
                 (parameter, bucket.view(flat, number).detach())  # else autograd records a change of one view in all
                 for number, parameter in enumerate(bucket.parameters)
@@ -244,10 +237,8 @@ class AllReduce(Ranks):
             ]
         if plan is None or idle != plan.idle:
             self._plans[part.number] = next_plan
-        for parameter, view in gradients:
-            parameter.grad = view
-        for parameter, total in filter(None, sparse):
-            parameter.grad = total
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         return rows[:, 4]
 
     def _still_idle(self, part: Part, plan: _Plan) -> list[int]:

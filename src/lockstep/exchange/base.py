@@ -72,6 +72,10 @@ class Part:
     """On several ranks with whole parameters: one tensor per bucket."""
     present: bytearray = field(default_factory=bytearray)
     """On several ranks: whether each parameter has a gradient here."""
+    loss: Tensor | None = None
+    """This rank's sum."""
+    weight: float | Tensor = 0.0
+    """This rank's sum: of its losses' weights, or of its samples."""
     is_weighed: bool | None = None
     """Whether its losses come with weights; None before the first."""
     sparse: dict[int, Tensor] = field(default_factory=dict)

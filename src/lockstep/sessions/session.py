@@ -27,8 +27,8 @@ from ..checkpoint.shards import whole
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange import base
-from ..exchange.base import Call
-from ..exchange.batch import check_loss, on_device
+from ..exchange.base import Call, on_device
+from ..exchange.batch import check_loss
 from ..exchange.method import exchange_of
 from ..files import shown, understanding
 from ..nn.recompute import Recomputation
