@@ -216,6 +216,7 @@ def overflow(world: World) -> list[bool]:
                 optimizer.zero_grad()
                 after = [whole(parameter) for parameter in net.parameters()]
                 changed.append(not all(map(torch.equal, before, after)))
+        assert str(session.prepared.exchange.settings["fused"]).startswith("off")
     return changed
 
 
