@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.exchange.allreduce import AllReduce
-from lockstep.exchange.base import BACKWARD, Header, Part, Pass
-from lockstep.exchange.compress import CompressedSum
+from lockstep.exchange.base import Call, Header, Part, Pass
+from lockstep.exchange.compress import CompressedSum, reduce_scatter
 from lockstep.world.world import World
 
 from ..pool import RankPool
@@ -39,6 +39,22 @@ def test_a_sum_in_bfloat16_is_added_at_full_width_and_rounded_twice(
         total = sum(own.to(wire).to(dtype) for own, _ in by_rank)
         assert isinstance(total, Tensor)
         assert all(torch.equal(summed, total.to(wire).to(dtype)) for _, summed in by_rank)
+
+
+def _scattered(world: World, wire: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return this rank's numbers, and its part of the sum over the ranks."""
+    parts = torch.randn(world.size * 5, generator=torch.Generator().manual_seed(world.rank), dtype=dtype)
+    output = torch.empty(5, dtype=dtype)
+    assert world.group is not None
+    reduce_scatter(output, parts, wire, world.group)
+    return parts, output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sum_of_a_shard_is_rounded_once(pool: RankPool, dtype: torch.dtype) -> None:
+    by_rank = pool.run(3, _scattered, torch.bfloat16, dtype)
+    total = sum(parts.bfloat16().to(dtype) for parts, _ in by_rank)
+    assert torch.equal(torch.cat([part for _, part in by_rank]), total)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
@@ -83,7 +99,7 @@ def _exchanged(world: World, overlap: bool) -> tuple[list[int], list[list[Tensor
                 loss.backward()
                 left.append(len(exchange._works))
 
-            exchange.backward(Pass(run, part, Header(BACKWARD, micro), 1.0, micro == MICRO_BATCHES - 1))
+            exchange.backward(Pass(run, part, Header(Call.BACKWARD.kind, micro), 1.0, micro == MICRO_BATCHES - 1))
         found.append(_gradients(net))
     exchange.close()
     return left, found

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import RequestError
 from lockstep.exchange.allreduce import AllReduce
-from lockstep.exchange.base import BACKWARD, Exchange, Header, Part, Pass
+from lockstep.exchange.base import Call, Exchange, Header, Part, Pass
 from lockstep.exchange.powersgd import PowerSGD
 from lockstep.world.world import World
 
@@ -52,7 +52,7 @@ def _backward(exchange: Exchange, losses: list[Tensor], part: int = 0) -> None:
     exchange.hide()
     ours = Part(part)
     for number, loss in enumerate(losses, start=1):
-        exchange.backward(Pass(loss.backward, ours, Header(BACKWARD, number), 1.0, number == len(losses)))
+        exchange.backward(Pass(loss.backward, ours, Header(Call.BACKWARD.kind, number), 1.0, number == len(losses)))
 
 
 def _with_torch(world: World, rank: int) -> float:

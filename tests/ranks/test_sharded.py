@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -91,7 +92,7 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
                 optimizer.step()
                 optimizer.zero_grad()
     if strategy == "fsdp":
-        with pytest.raises(RequestError, match="would have this rank's shards alone"):
+        with pytest.raises(RequestError, match="would have this rank's part alone"):
             net.blocks[0].state_dict()
     return losses, {name: whole(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
 
@@ -215,11 +216,70 @@ def overflow(world: World) -> list[bool]:
                 optimizer.zero_grad()
                 after = [whole(parameter) for parameter in net.parameters()]
                 changed.append(not all(map(torch.equal, before, after)))
+        assert str(session.prepared.exchange.settings["fused"]).startswith("off")
     return changed
 
 
 def test_an_overflow_in_one_shard_skips_the_step_of_all(pool: RankPool) -> None:
     assert pool.run(2, overflow) == [[False, True]] * 2
+
+
+def gather(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[float], int]:
+    """Return losses and scores, and the number of gathers, of a loop whose weights change while some are gathered."""
+    send, count = dist.all_gather_into_tensor, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return send(*args, **kwargs)
+
+    dist.all_gather_into_tensor = counted
+    try:
+        session = loops.session(world, strategy=strategy, **options)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(TensorDataset(x), 10, shuffle=True)
+        held_out = DataLoader(TensorDataset(x), 10)
+        net, optimizer, loader = session.prepare(net, optimizer, loader)
+        results = []
+        with session:
+            for _ in session.epochs(3):
+                for (x,) in loader:
+                    loss = (net(x) - x[:, :3]).square().mean()
+                    session.backward(loss)
+                    net(x)  # no backward pass frees these weights before the step
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    results.append(float(session.sum(loss.detach() * len(x))))
+                    results.append(float(session.sum(net(x).detach().square().sum())))
+                results += [float(session.sum(net(x).square().sum())) for (x,) in session.evaluating(held_out)]
+                with torch.no_grad():  # as where averaged weights are swapped in
+                    for parameter in net.parameters():
+                        parameter.mul_(0.9)
+                results += [float(session.sum(net(x).square().sum())) for (x,) in session.evaluating(held_out)]
+    finally:
+        dist.all_gather_into_tensor = send
+    return results, count
+
+
+def test_weights_that_stay_gathered_are_never_stale(pool: RankPool) -> None:
+    results, _ = pool.run(1, gather, "auto", {})[0]
+    options = {"shard_modules": ("Linear",)}
+    by_rank = [pool.run(2, gather, "fsdp", options | {"shard_reshard": reshards}) for reshards in (False, True)]
+    assert all(here == pytest.approx(results, rel=1e-9) for ranks in by_rank for here, _ in ranks)
+    fewer, more = (ranks[0][1] for ranks in by_rank)
+    assert fewer < more
+
+
+@pytest.mark.parametrize("exchange", ["bf16", "fp16"])
+def test_gradients_in_16_bits_are_close_to_full_ones(pool: RankPool, exchange: str) -> None:
+    full, rounded = (
+        pool.run(2, gather, "fsdp", {"shard_modules": ("Linear",), "exchange": name})[0][0]
+        for name in ("full", exchange)
+    )
+    assert full == pytest.approx(rounded, rel=0.02)
+    assert full != pytest.approx(rounded, rel=1e-6)
 
 
 class Routed(nn.Module):

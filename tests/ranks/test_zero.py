@@ -200,7 +200,7 @@ def own_state(world: World) -> str:
 
 
 def test_a_part_of_the_state_is_not_given_for_the_whole(pool: RankPool) -> None:
-    assert all("would have this rank's part of the state alone" in sentence for sentence in pool.run(2, own_state))
+    assert all("would have this rank's part alone" in sentence for sentence in pool.run(2, own_state))
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ optimizer lr lr-scale momentum nesterov weight-decay schedule milestones gamma w
 loss step metric label-smoothing ema
 batch accumulate micro-batch eval-batch drop-last draws
 strategy devices gpus accelerator launcher nodes max-restarts init-method interface rank
-world-size timeout stall-timeout batchnorm shard-modules shard-size exchange exchange-every
-powersgd-rank powersgd-start collectives
+world-size timeout stall-timeout batchnorm shard-modules shard-size shard-reshard exchange
+exchange-every powersgd-rank powersgd-start collectives
 precision channels-last compile deterministic checkpoint-activations
 resume checkpoint-every
 output log-every quiet

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.batching import Share
 from lockstep.errors import RunError
-from lockstep.exchange import allreduce
+from lockstep.exchange import allreduce, ranks
 from lockstep.exchange.allreduce import AllReduce
-from lockstep.exchange.base import BACKWARD, Exchange, Header, Part, Pass
+from lockstep.exchange.base import Call, Exchange, Header, Part, Pass
 from lockstep.exchange.batch import GlobalBatch
 from lockstep.sessions.shares import Handed, Shares
 from lockstep.world.topology import Topology
@@ -52,8 +52,9 @@ class Work:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     wire = Wire()
-    monkeypatch.setattr(allreduce, "dist", wire)
-    monkeypatch.setattr(allreduce, "new_group", lambda: None)
+    for module in (allreduce, ranks):
+        monkeypatch.setattr(module, "dist", wire)
+    monkeypatch.setattr(ranks, "new_group", lambda: None)
     # A layer of 2 × 2 weights and 2 biases.
     monkeypatch.setattr(allreduce, "_BUCKET_BYTES", {"cpu": 24})
     return wire
@@ -70,7 +71,7 @@ def backward(exchange: AllReduce, *losses: Tensor) -> None:
     part = Part()
     exchange.hide()
     for number, loss in enumerate(losses, start=1):
-        exchange.backward(Pass(loss.backward, part, Header(BACKWARD, number), 1.0, number == len(losses)))
+        exchange.backward(Pass(loss.backward, part, Header(Call.BACKWARD.kind, number), 1.0, number == len(losses)))
 
 
 def gradients(*layers: nn.Module) -> list[Tensor | None]:
@@ -193,7 +194,7 @@ def test_a_weighed_mean_is_over_the_whole_batch() -> None:
         batch.begin_micro_batch()
         loss = (number + 1) * layer(X).sum()
         run = lambda factor, loss=loss: (factor * loss).backward()  # noqa: E731
-        batch.backward(loss, weight, weight, None, Header(BACKWARD, number), run, last=number == 1)
+        batch.backward(loss, weight, weight, None, Header(Call.BACKWARD.kind, number), run, last=number == 1)
     assert layer.weight.grad is not None
     assert torch.allclose(layer.weight.grad[0], (1 * 1 + 3 * 2) / 4 * X.sum(0))
     batch.end(3)

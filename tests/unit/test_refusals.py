@@ -71,6 +71,9 @@ TRAIN = """
 --nodes 2                              | torchrun --nnodes 2
 --exchange-every 9                     | --exchange-every belongs to --exchange local-sgd or diloco
 --powersgd-rank 2                      | --powersgd-rank and --powersgd-start belong to --exchange powersgd
+--exchange powersgd --strategy fsdp    | --exchange powersgd | --strategy fsdp | take ddp or zero1
+--no-shard-reshard                     | --no-shard-reshard belong to --strategy fsdp
+--shard-size 2 --exchange bf16 --strategy fsdp | --exchange bf16 | --shard-size | leave one out
 --exchange diloco --strategy zero1     | --exchange diloco | --strategy zero1 | take --strategy ddp
 --exchange diloco --batchnorm sync     | --exchange diloco | leave --batchnorm sync out
 --exchange powersgd --precision fp16   | --exchange powersgd | --precision fp16 | take bf16

@@ -33,7 +33,6 @@ from .clock import Clock, MarkedProgress, mark_exchanges
 if TYPE_CHECKING:
     import torch
 
-    from ..exchange.base import Exchange
     from ..runs.loop import Loop
     from ..sessions.session import Session
     from ..world.world import World
@@ -173,8 +172,8 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     else:
         loop.confirm()
         costs["proof"] = loop.checks.outcomes()
-        if world.size > 1 and session.prepared.exchange.is_separable:
-            session.exchange_by(_without_exchange(session.prepared.exchange))
+        if world.size > 1 and (silent := session.prepared.exchange.silent()) is not None:
+            session.exchange_by(silent)
             world.barrier()
             clock.restart()
             yield from _pass(max(1, round(steps * _UNSYNCHRONISED)))
@@ -183,16 +182,6 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     if world.is_main and loop.folder is not None:
         write_json(loop.folder / FILE, costs)
     raise _EnoughError
-
-
-def _without_exchange(exchange: Exchange) -> Exchange:
-    """Return the exchange of a lone process for the same parameters. Replicas then diverge."""
-    from ..exchange.base import Exchange
-
-    exchange.mute()
-    none = Exchange(exchange.world)
-    none.models, none.parameters, none.has_drifted = exchange.models, exchange.parameters, True
-    return none
 
 
 def _number_in(measurement: Measurement, seconds: float) -> int:

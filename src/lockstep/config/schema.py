@@ -167,6 +167,8 @@ class ParallelConfig:
     """Classes of modules that fsdp gathers one at a time, such as BertLayer or *Block; default: those that repeat."""
     shard_size: Annotated[_MaybeInt, Bounds(least=2, below=2**31)] = None
     """Ranks that fsdp divides the weights among, such as those of a node; default: all."""
+    shard_reshard: bool = True
+    """Under fsdp, free weights between forward and backward; without, they stay: one gather less, more memory."""
     exchange: Annotated[str, OneOf(EXCHANGES)] = "full"
     """Gradients between ranks: full; bf16, fp16: rounded, half of the bytes; powersgd: matrices of low rank.
     local-sgd, diloco: weights in place of gradients, every few steps."""
@@ -320,28 +322,25 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--schedule step needs one --milestones value, the epochs between cuts; found {milestones}."
     if optim.warmup > config.epochs:
         yield f"--warmup {optim.warmup:g} exceeds --epochs {config.epochs}; give --warmup {config.epochs} or less."
-    if batch.micro_batch_asked is not None and not re.fullmatch(
-        r"auto|[1-9]\d{0,17}", batch.micro_batch_asked, re.ASCII
-    ):
-        yield f"--micro-batch {batch.micro_batch_asked}: give 1 or more, or auto."
-    if batch.accumulate is not None and batch.micro_batch_asked is not None:
-        yield (
-            f"--accumulate {batch.accumulate} and --micro-batch {batch.micro_batch_asked} both set micro-batches; "
-            "give one."
-        )
+    micro = batch.micro_batch_asked
+    if micro is not None and not re.fullmatch(r"auto|[1-9]\d{0,17}", micro, re.ASCII):
+        yield f"--micro-batch {micro}: give 1 or more, or auto."
+    if batch.accumulate is not None and micro is not None:
+        yield f"--accumulate {batch.accumulate} and --micro-batch {micro} both set micro-batches; give one."
     divides_weights = parallel.strategy in KINDS and KINDS[parallel.strategy].divides_weights
     drives_all = parallel.strategy in KINDS and KINDS[parallel.strategy].drives_all
     if batch.fits_memory and (divides_weights or drives_all or parallel.exchange in RARE or optim.step):
-        other = (
-            f"--strategy {parallel.strategy}" if divides_weights or drives_all else f"--exchange {parallel.exchange}"
-        )
-        yield f"--micro-batch auto cannot work with {'--step' if optim.step else other}; give a number."
-    if (parallel.shard_modules or parallel.shard_size) and not divides_weights:
-        yield "--shard-modules and --shard-size belong to --strategy fsdp."
+        exchange = "--step" if optim.step else f"--exchange {parallel.exchange}"
+        other = f"--strategy {parallel.strategy}" if divides_weights or drives_all else exchange
+        yield f"--micro-batch auto cannot work with {other}; give a number."
+    if (parallel.shard_modules or parallel.shard_size or not parallel.shard_reshard) and not divides_weights:
+        yield "--shard-modules, --shard-size and --no-shard-reshard belong to --strategy fsdp."
     if divides_weights and config.precision.channels_last == "on":
         yield f"--channels-last on cannot work under --strategy {parallel.strategy}, which divides contiguous tensors."
-    if divides_weights and parallel.exchange != "full":
+    if divides_weights and parallel.exchange in UNSCALED:
         yield f"--exchange {parallel.exchange} cannot work under --strategy {parallel.strategy}; take ddp or zero1."
+    if parallel.shard_size and parallel.exchange != "full":
+        yield f"--exchange {parallel.exchange} rounds nothing between the groups of --shard-size; leave one out."
     is_range = re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", parallel.nodes_asked, re.ASCII)
     if not is_range or parallel.nodes > parallel.most_nodes:
         yield f"--nodes {parallel.nodes_asked!r}: give 1 or more, or a range such as 1:4."

@@ -40,6 +40,7 @@ _REFUSED = {
     "nodes": "a number of nodes; start the ranks by torchrun, by hand or in Slurm",
     "resume": "an optimizer's state; the file takes --weights",
     "shard-size": "groups of fsdp; torch has it as fully_shard over a mesh of two dimensions",
+    "shard-reshard": "weights that stay gathered; torch has it as reshard_after_forward=False",
     "exchange": "compressed gradients or rare exchanges; torch has communication hooks for bf16, fp16 and powersgd",
     "exchange-every": "an exchange every few steps",
     "powersgd-rank": "PowerSGD; torch has a communication hook for that",

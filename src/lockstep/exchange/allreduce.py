@@ -13,8 +13,7 @@ shared memory after the pass, since there is no network to wait for.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,17 +23,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..world.world import World, new_group
-from .base import MOST_PARTS, Exchange, Header, Part, Pass, check_details, check_match, on_device
+from ..world.world import World
+from .base import Part, Pass
 from .buckets import Bucket, lay_out
 from .compress import CompressedSum
 from .powersgd import LowRankSum, PowerSGD
+from .ranks import Ranks
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
 busy."""
 
-_MOST_LAYOUTS = 4
+_MOST_LAYOUTS = 4  # of a loop that freezes and thaws in each step
 
 
 @dataclass
@@ -43,37 +43,29 @@ class _Plan:
 
     early: list[int]
     """Buckets whose parameters all had gradients."""
-    late: list[int]
-    """Buckets with an unused parameter."""
     idle: list[int]
     """Buckets without any gradient."""
     counts: list[int]
     """Gradients that this rank's parameters received per bucket; 0 if one received none."""
 
 
-class AllReduce(Exchange):
-    """Exchange among several ranks."""
+class AllReduce(Ranks):
+    """Sums of gradients in buckets."""
 
     def __init__(self, world: World, *, overlap: bool = True, wire: torch.dtype | PowerSGD | None = None) -> None:
         """`wire` is the type in which gradients travel (see `CompressedSum`), or `PowerSGD`; None for their own."""
-        super().__init__(world)
+        super().__init__(world, shares_memory=wire is None)
         self._wire, self._low_rank = wire, wire if isinstance(wire, PowerSGD) else None
         if self._low_rank is not None:
-            self.has_state, self.settings = True, self._low_rank.settings
-        is_shared = world.memory is not None and world.device.type == "cpu" and wire is None
-        self._memory = world.memory if is_shared else None
-        self._overlap = overlap and not is_shared
-        self._group: dist.ProcessGroup | None = None
+            self.settings = self._low_rank.settings
+        self._overlap = overlap
         self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
-        self._hooks: dict[nn.Parameter, Any] = {}
-        self._trained: list[bool] = []  # which parameters the buckets cover
-        self._trained_checksum = 0
+        self._trained = b""  # which parameters the buckets cover
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and its number there
         self._plans: dict[int, _Plan] = {}  # by the number of the part
         self._layouts: dict[bytes, tuple[Any, Any, Any]] = {}  # those three, by which parameters train
-        self._doubt: Tensor | None = None  # on a GPU: whether a header has differed, not yet read by the host
         # State of the current backward pass:
         self._pass: Pass | None = None
         self._works: dict[int, dist.Work | CompressedSum | LowRankSum | None] = {}  # by bucket, once it has left
@@ -89,38 +81,20 @@ class AllReduce(Exchange):
                 self._sparse |= {
                     index: parameter for index, parameter in enumerate(self.parameters) if parameter is module.weight
                 }
-        if self._group is None and self._memory is None:
-            self._group = new_group()
-
-    def close(self) -> None:
-        """Remove all hooks from the parameters."""
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
-
-    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
-        """See `Exchange.meet`."""
-        rows, work = self._start_header(header._replace(part=zlib.crc32(repr([*details]).encode())), 0.0)
-        with self.world.progress.during("all-gather"):
-            if work is not None:
-                work.wait()
-        calls = rows[:, :2].tolist()
-        if calls.count(calls[0]) == len(calls) and len(set(rows[:, 2].tolist())) > 1:
-            check_details(header.kind, self.world.gather([*details]), self.world.progress.step)
-        self._check(rows, is_read=True)
 
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
         self._lay_out()
-        part, pass_header = backward_pass.part, self._header(backward_pass)
+        part, header = backward_pass.part, self._header(backward_pass)
         if not part.flats:
             part.flats = [bucket.allocate() for bucket in self._buckets]
             part.present = bytearray(len(self.parameters))
         plan = self._plans.get(part.number)
         self._counts = [0] * len(self.parameters)
         self._works, self._queue = {}, []
-        header: tuple[Tensor, dist.Work | None] | None = None
+        receive: Callable[[], Tensor] | None = None
         if backward_pass.is_last and self._memory is None:
-            header = self._start_header(pass_header, backward_pass.weight)
+            receive = self._start_header(header, backward_pass.weight)
             if plan is not None and self._overlap:
                 self._queue, self._missing = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = backward_pass
@@ -131,13 +105,7 @@ class AllReduce(Exchange):
             self._pass = None
         if not backward_pass.is_last:
             return None
-        header = header or self._start_header(pass_header, backward_pass.weight)
-        return self._finish(part, plan, header)
-
-    def _header(self, backward_pass: Pass) -> Header:
-        """Return the header of a pass. Ranks that train different parameters would mix their gradients."""
-        header = backward_pass.header
-        return header._replace(part=header.part + MOST_PARTS * self._trained_checksum)
+        return self._finish(part, plan, receive or self._start_header(header, backward_pass.weight))
 
     def divide(self, part: Part, divisor: Tensor) -> None:
         """See `Exchange.divide`."""
@@ -155,64 +123,26 @@ class AllReduce(Exchange):
         if self._low_rank is not None:
             self._low_rank.load_state(tensors, self.names())
 
-    def _start_header(self, header: Header, weight: float | Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begin to gather all ranks' (kind, number, part, asks, weight): (ranks, 5), float64."""
-        device = self.world.device
-        row = torch.cat(
-            [
-                torch.tensor([*header, self.asks()], dtype=torch.float64).to(device, non_blocking=True),
-                on_device(weight, device)[None],
-            ]
-        )
-        if self._memory is not None:
-            with self.world.progress.during("all-reduce"):
-                return self._memory.stack(row), None
-        rows = row.new_empty(self.world.size, len(row))
-        if self._group is None:
-            self._group = new_group()
-        return rows, dist.all_gather_into_tensor(rows.view(-1), row, group=self._group, async_op=True)
-
-    def _check(self, rows: Tensor, *, is_read: bool) -> None:
-        """Raise `RunError` for ranks with different headers. On a GPU the host waits only if `is_read`."""
-        kinds = rows[:, :3]
-        if kinds.is_cuda:
-            differs = (kinds != kinds[0]).any()
-            self._doubt = differs if self._doubt is None else self._doubt | differs
-            if not is_read:
-                return
-            if self._doubt.item():
-                self._doubt = None
-                check_match([*kinds.tolist(), [-0.5, 0, 0]], self.world.progress.step)
-        read = rows.tolist()
-        check_match([row[:3] for row in read], self.world.progress.step)
-        self.is_asked = self.is_asked or any(row[3] for row in read)
-
     def _lay_out(self) -> None:
-        trained = [parameter.requires_grad for parameter in self.parameters]
-        if trained == self._trained:
-            return
-        self._trained = trained
-        self._trained_checksum = zlib.crc32(bytes(trained))
-        if (layout := self._layouts.get(bytes(trained))) is not None:  # a loop that freezes and thaws in each step
-            self._buckets, self._place, self._plans = layout
-            return
-        if self._low_rank is not None and not self._layouts:
-            self._low_rank.check([parameter for parameter in self.parameters if parameter.requires_grad])
-        while len(self._layouts) >= _MOST_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if trained[index]]
-        self._buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
-        self._place = {
-            index: (position, number)
-            for position, bucket in enumerate(self._buckets)
-            for number, index in enumerate(bucket.indices)
-        }
-        self._plans = {}
-        self._layouts[bytes(trained)] = self._buckets, self._place, self._plans
-        for index, parameter in numbered:
-            if parameter not in self._hooks:
-                register: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[parameter] = register(partial(self._take, index))
+        self._trained = bytes(parameter.requires_grad for parameter in self.parameters)
+        if self._trained not in self._layouts:
+            numbered = [(index, parameter) for index, parameter in enumerate(self.parameters) if self._trained[index]]
+            if self._low_rank is not None and not self._layouts:
+                self._low_rank.check([parameter for _, parameter in numbered])
+            while len(self._layouts) >= _MOST_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            buckets = lay_out([pair for pair in numbered if pair[0] not in self._sparse], self._bucket_bytes)
+            place = {
+                index: (position, number)
+                for position, bucket in enumerate(buckets)
+                for number, index in enumerate(bucket.indices)
+            }
+            self._layouts[self._trained] = buckets, place, {}
+            for index, parameter in numbered:
+                if parameter not in self._hooks:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._hooks[parameter] = register(partial(self._take, index))
+        self._buckets, self._place, self._plans = self._layouts[self._trained]
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """Move a gradient that the backward pass has computed into its bucket."""
@@ -268,16 +198,14 @@ class AllReduce(Exchange):
         else:
             self._works[position] = dist.all_reduce(flat, group=self._group, async_op=True)
 
-    def _finish(self, part: Part, plan: _Plan | None, header: tuple[Tensor, dist.Work | None]) -> Tensor:
+    def _finish(self, part: Part, plan: _Plan | None, receive: Callable[[], Tensor]) -> Tensor:
         """Sum the remaining buckets, wait for all sums, set each `.grad`; return all ranks' weights (ranks,)."""
         progress = self.world.progress
         with progress.during("all-reduce"):
-            rows, work = header
-            if work is not None:
-                work.wait()
+            rows = receive()
             self._check(rows, is_read=plan is None)  # the host then waits in any case
             idle = [] if plan is None else self._still_idle(part, plan)
-            for position in range(len(self._buckets)) if plan is None else (*plan.early, *plan.late, *plan.idle):
+            for position in (*(() if plan is None else plan.early), *range(len(self._buckets))):
                 if position not in self._works and position not in idle:
                     self._launch(part, position)
             for pending in self._works.values():
@@ -287,8 +215,8 @@ class AllReduce(Exchange):
                 if pending is not None:
                     pending.wait()
             sparse = [self._sum_sparse(index, part) for index in self._sparse if self._trained[index]]
-        gradients: list[tuple[nn.Parameter, Tensor]] = []
-        next_plan = _Plan([], [], [], [])
+        gradients = [item for item in sparse if item is not None]
+        next_plan = _Plan([], [], [])
         for position, bucket in enumerate(self._buckets):
             counts = [self._counts[index] for index in bucket.indices]
             next_plan.counts.append(0 if 0 in counts else sum(counts))
@@ -300,8 +228,8 @@ class AllReduce(Exchange):
             has = [bool(part.present[index]) for index in bucket.indices]
             if plan is None or not all(has):  # only then the host waits for the flags
                 has = (bucket.flags(flat) > 0).tolist()
-            buckets = next_plan.early if all(has) else next_plan.late if any(has) else next_plan.idle
-            buckets.append(position)
+            if all(has) or not any(has):
+                (next_plan.early if all(has) else next_plan.idle).append(position)
             gradients += [
                 (parameter, bucket.view(flat, number).detach())  # else autograd records a change of one view in all
                 for number, parameter in enumerate(bucket.parameters)
@@ -309,10 +237,8 @@ class AllReduce(Exchange):
             ]
         if plan is None or idle != plan.idle:
             self._plans[part.number] = next_plan
-        for parameter, view in gradients:
-            parameter.grad = view
-        for parameter, total in filter(None, sparse):
-            parameter.grad = total
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         return rows[:, 4]
 
     def _still_idle(self, part: Part, plan: _Plan) -> list[int]:

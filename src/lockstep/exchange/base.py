@@ -7,9 +7,10 @@ two passes. After the part's last micro-batch, `.grad` holds the sum over micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,49 +18,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import Hooks, UserHooks
-from ..checkpoint.shards import whole
+from ..checkpoint.shards import local, whole
 from ..checkpoint.state import few
 from ..errors import RunError
 from ..world.world import World
+
+
+class Call(StrEnum):
+    """A call that all ranks make at the same time."""
+
+    END_EPOCH = "ends an epoch"
+    BEGIN_EVALUATION = "begins an evaluation"
+    END_EVALUATION = "ends an evaluation"
+    REDUCE = "calls session.sum, max, mean or gather"
+    RECORD = "records its steps"
+    BACKWARD = "calls session.backward outside of a loader's loop"
+    LOAD_BEST = "calls session.load_best"
+    STOP = "calls session.stop_if_asked"
+    CLOSE = "closes its session or has ended its script"
+    ORDER = "begins a pass in its sampler's order"
+    SCORE = "calls session.score"
+
+    @property
+    def kind(self) -> int:
+        """The `kind` of its headers."""
+        return [*Call].index(self)
 
 
 class Header(NamedTuple):
     """Description of an exchange. Ranks with different headers raise `RunError`."""
 
     kind: int
-    """Index in `KINDS`, or, below 0, a pass over the data (see `pass_kind`)."""
+    """`Call.kind`, or, below 0, a pass over the data (see `pass_kind`)."""
     number: int
     """Global micro-batch of the pass, or optimizer step."""
     part: int = 0
     """Number of the backward pass of this micro-batch (see `MOST_PARTS`), or a checksum of a call's details."""
-
-
-KINDS = (
-    "ends an epoch",
-    "begins an evaluation",
-    "ends an evaluation",
-    "calls session.sum, max, mean or gather",
-    "records its steps",
-    "calls session.backward outside of a loader's loop",
-    "calls session.load_best",
-    "calls session.stop_if_asked",
-    "closes its session or has ended its script",
-    "begins a pass in its sampler's order",
-    "calls session.score",
-)
-(
-    END_EPOCH,
-    BEGIN_EVALUATION,
-    END_EVALUATION,
-    REDUCE,
-    RECORD,
-    BACKWARD,
-    LOAD_BEST,
-    STOP,
-    CLOSE,
-    ORDER,
-    SCORE,
-) = range(len(KINDS))
 
 
 _MOST_PASSES = 1 << 16  # over an epoch's data
@@ -78,6 +72,10 @@ class Part:
     """On several ranks with whole parameters: one tensor per bucket."""
     present: bytearray = field(default_factory=bytearray)
     """On several ranks: whether each parameter has a gradient here."""
+    loss: Tensor | None = None
+    """This rank's sum."""
+    weight: float | Tensor = 0.0
+    """This rank's sum: of its losses' weights, or of its samples."""
     is_weighed: bool | None = None
     """Whether its losses come with weights; None before the first."""
     sparse: dict[int, Tensor] = field(default_factory=dict)
@@ -113,18 +111,12 @@ class Pass:
 class Exchange:
     """Exchange of a single process: gradients are those of its samples."""
 
-    is_separable = True
-    """Whether steps without exchange can be measured."""
     compared = "weights, optimizer state, synchronised statistics, averaged weights"
     """What the replica check compares."""
     divides_state = False
     """Whether each rank has only a part of the optimizers' state, and perhaps of the weights."""
-    is_rare = False
-    """Whether ranks step by their own gradients, and exchange weights every few steps."""
-    has_drifted = False
-    """Whether ranks have stepped by their own gradients since they last exchanged weights: replicas then differ."""
-    has_state = False
-    """Whether checkpoints hold a state of the exchange, which no other exchange can continue."""
+    every = 0
+    """Steps by each rank's own gradients between two exchanges of weights; 0 for an exchange of gradients in each."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -134,9 +126,13 @@ class Exchange:
         """Whether this rank asks all ranks to end the interval of their metrics, as for a stop."""
         self.is_asked = False
         """Whether a rank has asked, alike on all ranks. On a GPU this is seen only where the host waits anyway."""
-        self.settings: Mapping[str, int] = {}
-        """The method's own options by their flags, for the startup report."""
+        self.settings: dict[str, int | str] = {}
+        """The method's own options by their flags, and its choices, for the startup report."""
+        self.drift = 0
+        """Steps by each rank's own gradients since the last exchange of weights; unless 0, replicas differ."""
         self._user_hooks = UserHooks()
+        self._hooks: dict[nn.Parameter, Any] = {}  # the exchange's own, which stay in backward passes
+        self._is_whole = False  # within `whole_state`
 
     def attach(self, model: nn.Module) -> None:
         """Add a model's parameters (*collective*)."""
@@ -152,9 +148,9 @@ class Exchange:
         """
         part = backward_pass.part
         adds_in_place = backward_pass.zeroed is False and backward_pass.weightless is False
-        if adds_in_place:
-            _show(part.gradients)
-        with self._user_hooks.removed(self.parameters, {}) as part.hooks:
+        for parameter, gradient in part.gradients if adds_in_place else ():
+            parameter.grad = gradient
+        with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
             backward_pass.run()
         if not adds_in_place:
             if backward_pass.zeroed is True:
@@ -174,19 +170,19 @@ class Exchange:
         """Divide the part's gradients (`.grad`) by `divisor` (0-dim)."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(divisor)
+                local(parameter.grad).div_(divisor)
 
     def hide(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the existing gradients."""
-        gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        gradients = [(parameter, parameter.grad) for parameter in self.leaves if parameter.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
         return gradients
 
-    def meet(self, header: Header, details: Sequence[str] = ()) -> None:
-        """Raise `RunError` on every rank unless all ranks have the same header and details (*collective*).
+    def meet(self, call: Call, number: int, details: Sequence[str] = ()) -> None:
+        """Raise `RunError` on every rank unless all make the same call (*collective*).
 
-        `details` describe the call, such as the names of values.
+        `number` counts such calls, or steps; `details` describe the call, such as the names of values.
         """
 
     def shard(self, model: nn.Module) -> None:
@@ -200,17 +196,20 @@ class Exchange:
         """The parameters, in every form in which a loss may depend on them."""
         return self.parameters
 
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the optimizers train the exchange's parameters, if it has replaced the model's."""
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have the optimizers step what this rank has: divided parameters, or a part of the state.
 
-    def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Divide the optimizers' state among the ranks, if the method does; called before the first step."""
+        Called once, before the first step. Raises `RequestError` for an optimizer that cannot.
+        """
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Prepare for a step of an optimizer: called on every rank right before it."""
 
-    def mute(self) -> None:
-        """Send nothing from now on, to measure steps without exchange: another exchange has the gradients."""
+    def silent(self) -> Exchange | None:
+        """Return an exchange that sends nothing, to measure steps without one; None if there can be none."""
+        silent = Exchange(self.world)
+        silent.models, silent.parameters, silent.drift = self.models, self.parameters, 1
+        return silent
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """Return further tensors by name that are equal on all ranks after a step (*collective*).
@@ -223,16 +222,14 @@ class Exchange:
         """Return whether this rank has the optimizer state of a parameter."""
         return True
 
-    def whole_state(self, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Have the whole state in rank 0's optimizers, or shards on every rank, within the block (*collective*)."""
-        return nullcontext()
-
-    def count_step(self, *, is_new: bool) -> None:
-        """Note that an optimizer has stepped; `is_new`: it is the step's first."""
-
-    def is_due(self, *, is_complete: bool) -> bool:
-        """Return whether to exchange weights now; `is_complete`: no optimizer is still to make the step."""
-        return False
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
 
     def synchronise(self, differing: Sequence[Tensor]) -> None:
         """Exchange weights (*collective*). `differing` are all tensors of the model and optimizers that differ."""
@@ -253,11 +250,8 @@ class Exchange:
 
     def close(self) -> None:
         """Remove all hooks from the models."""
-
-
-def _show(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
 
 def on_device(value: float | Tensor, device: torch.device) -> Tensor:
@@ -278,19 +272,19 @@ def check_match(rows: Sequence[Sequence[float]], step: int) -> None:
             raise _mismatch_error(step, _describe(first, names_set), rank, _describe(row, names_set))
 
 
-def check_details(kind: int, details: Sequence[Sequence[str]], step: int) -> None:
+def check_details(call: Call, details: Sequence[Sequence[str]], step: int) -> None:
     """Raise `RunError` unless all ranks' details of a call are equal."""
     main_names = details[0]
     for rank, names in enumerate(details):
         if names != main_names:
-            main_call, call = (
-                " ".join([KINDS[kind], *([f"with {few(extra)}"] if extra else ["without"])])
+            main_text, text = (
+                " ".join([call, *([f"with {few(extra)}"] if extra else ["without"])])
                 for extra in (
                     [name for name in main_names if name not in names],
                     [name for name in names if name not in main_names],
                 )
             )
-            raise _mismatch_error(step, main_call, rank, call)
+            raise _mismatch_error(step, main_text, rank, text)
 
 
 def _mismatch_error(step: int, first: str, rank: int, other: str) -> RunError:
@@ -304,7 +298,7 @@ def _mismatch_error(step: int, first: str, rank: int, other: str) -> RunError:
 def _describe(row: Sequence[Any], names_set: bool) -> str:
     kind, index, part = map(int, row)
     if kind >= 0:
-        return KINDS[kind]
+        return str([*Call][kind])
     epoch, again = divmod(-1 - kind, _MOST_PASSES)
     of_pass = f", pass {again + 1} over the data" if again else ""
     trained, number = divmod(part, MOST_PARTS)

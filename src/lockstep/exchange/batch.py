@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._torch import Hooks
 from ..errors import RequestError
-from .base import Exchange, Header, Part, Pass, on_device
+from .base import Exchange, Header, Part, Pass
 
 
 class GlobalBatch:
@@ -26,8 +26,6 @@ class GlobalBatch:
         self.exchange = exchange
         self._is_alone = type(exchange) is Exchange
         self._parts: list[Part] = []
-        self._losses: list[Tensor | None] = []  # by part: this rank's sum so far
-        self._weights: list[Any] = []
         self._number = 0  # of the next backward pass of the micro-batch
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # existing gradients, until the batch's last micro-batch
         self._loss: Tensor | None = None  # of complete batches
@@ -41,7 +39,7 @@ class GlobalBatch:
     @property
     def has_loss(self) -> bool:
         """Whether there is a loss since the last optimizer step."""
-        return self._loss is not None or bool(self._losses)
+        return self._loss is not None or bool(self._parts)
 
     def begin_micro_batch(self) -> None:
         """Number the backward passes of another micro-batch from 0."""
@@ -71,8 +69,6 @@ class GlobalBatch:
         exchange, number = self.exchange, self._number
         if number == len(self._parts):
             self._parts.append(Part(number))
-            self._losses.append(None)
-            self._weights.append(0.0)
         part = self._parts[number]
         self._number += 1
         is_unscaled = not isinstance(factor, Tensor) and factor == 1.0  # reading a tensor would make the host wait
@@ -83,9 +79,9 @@ class GlobalBatch:
             )
         part.is_weighed = weight is not None
         if weight is not None:
-            self._weights[number] = self._weights[number] + weight
+            part.weight = part.weight + weight
         elif share is not None:
-            self._weights[number] = self._weights[number] + share[0]
+            part.weight = part.weight + share[0]
         divisor: Tensor | None = None
         if (
             self._is_alone
@@ -100,7 +96,7 @@ class GlobalBatch:
             self._hidden += exchange.hide()
             zeroed = weightless is False and (factor <= 0 if isinstance(factor, Tensor) else factor == 0)
             header = header._replace(part=number)
-            backward_pass = Pass(lambda: run(factor), part, header, self._weights[number], last, zeroed, weightless)
+            backward_pass = Pass(lambda: run(factor), part, header, part.weight, last, zeroed, weightless)
             weights = exchange.backward(backward_pass)
             if weights is not None and (weight is not None or share is not None):
                 divisor = self._divisor(weights, None if share is None else share[1])
@@ -114,9 +110,8 @@ class GlobalBatch:
                 self.show()
                 _call_accumulation_hooks(hooks)
         scaled = loss.detach() if is_unscaled else _times(loss.detach(), factor)
-        total = self._losses[number]
-        total = scaled if total is None else total + scaled
-        self._losses[number] = total if divisor is None else total / divisor
+        total = scaled if part.loss is None else part.loss + scaled
+        part.loss = total if divisor is None else total / divisor
 
     def end(self, samples: int, parts: int | None = None) -> None:
         """End a batch of `samples` over all ranks, or only its first `parts` backward passes.
@@ -129,14 +124,14 @@ class GlobalBatch:
                 f"{len(self._parts)} times in an earlier one, whose gradients would be lost: call it "
                 "for each loss in each micro-batch, with weight=0 where nothing counts."
             )
-        for loss in self._losses[:parts]:
-            if loss is not None:
-                self._loss = loss if self._loss is None else self._loss + loss
+        for part in self._parts[:parts]:
+            if part.loss is not None:
+                self._loss = part.loss if self._loss is None else self._loss + part.loss
         self._samples += samples
         if parts is None:
             self.drop()
         else:
-            del self._parts[:parts], self._losses[:parts], self._weights[:parts]
+            del self._parts[:parts]
             self._number -= parts
 
     def show(self) -> None:
@@ -153,7 +148,7 @@ class GlobalBatch:
     def drop(self) -> None:
         """Discard the batch, as when a loop breaks before its last micro-batch."""
         self.show()
-        self._parts, self._losses, self._weights, self._number = [], [], [], 0
+        self._parts, self._number = [], 0
 
     def adds_to_existing(self) -> bool:
         """Return whether a backward pass would add to existing gradients."""
@@ -226,6 +221,3 @@ def check_loss(loss: Any) -> None:
             "session.backward was given a loss that depends on no trainable parameter (requires_grad): it was "
             "computed under torch.no_grad(), from detached tensors, or the model is frozen."
         )
-
-
-__all__ = ["GlobalBatch", "check_loss", "on_device"]

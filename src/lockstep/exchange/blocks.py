@@ -89,11 +89,8 @@ def check_divisible(model: nn.Module, blocks: Sequence[nn.Module], parameters: d
 
 def _shared(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
     """Return the names of parameters of several blocks, or of a block and of the rest of the model."""
-    block_of = {module: block for block in blocks for module in block.modules()}
-    owners: dict[nn.Parameter, set[nn.Module | None]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(block_of.get(module))
-            names.setdefault(parameter, f"{path}.{name}" if path else name)
-    return [names[parameter] for parameter, sharing in owners.items() if len(sharing) > 1]
+    within = {module for block in blocks for module in block.modules()}
+    outside = [module for module in model.modules() if module not in within]
+    sharing = Counter(parameter for block in blocks for parameter in block.parameters())
+    sharing.update({parameter for module in outside for parameter in module.parameters(recurse=False)})
+    return [name for name, parameter in model.named_parameters() if sharing[parameter] > 1]

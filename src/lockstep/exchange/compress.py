@@ -19,6 +19,14 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The type in which gradients travel, by the name of the exchange."""
 
 
+def reduce_scatter(output: Tensor, parts: Tensor, wire: torch.dtype, group: dist.ProcessGroup, **_: Any) -> None:
+    """Sum each rank's part of `parts` (ranks · n) into its `output` (n): rounded once (*collective*)."""
+    sent = _pack(parts.view(-1, output.numel()), wire)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(_bytes(received), _bytes(sent), group=group)
+    output.copy_(_add(_unpack(received, _sum_type(parts))))
+
+
 class CompressedSum:
     """Sum of `flat` (contiguous) over the ranks of `group`, in place. Begins when it is made (*collective*).
 
@@ -37,22 +45,27 @@ class CompressedSum:
     def send_sum(self) -> None:
         """Sum this rank's part, and begin to send it (*collective*): in one order on all ranks."""
         self._work.wait()
-        rows = _unpack(self._received, self._sum_type)
-        total = rows[0]
-        for row in rows[1:]:
-            total += row
+        total = _add(_unpack(self._received, _sum_type(self._flat)))
         part = _bytes(_pack(total[None], self._wire))
         self._work = dist.all_gather_into_tensor(_bytes(self._received), part, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Return once `flat` has the sum."""
         self._work.wait()
-        self._flat.copy_(_unpack(self._received, self._sum_type).view(-1)[: self._flat.numel()])
+        self._flat.copy_(_unpack(self._received, _sum_type(self._flat)).view(-1)[: self._flat.numel()])
         del self._received, self._work  # as large as half of the gradients
 
-    @property
-    def _sum_type(self) -> torch.dtype:
-        return torch.float64 if self._flat.dtype == torch.float64 else torch.float32
+
+def _sum_type(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _add(rows: Tensor) -> Tensor:
+    """Return the sum of the rows, in their order; changes the first."""
+    total = rows[0]
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _pack(rows: Tensor, wire: torch.dtype) -> Tensor:

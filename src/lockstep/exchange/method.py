@@ -32,7 +32,7 @@ class Method:
     @property
     def can_sync_batchnorm(self) -> bool:
         """Whether batch statistics can be those of the global micro-batch."""
-        return not (registry.KINDS[self.name].drives_all or self.exchange.is_rare)
+        return not (registry.KINDS[self.name].drives_all or self.exchange.every)
 
 
 def build(config: ParallelConfig, world: World) -> Method:
@@ -75,8 +75,8 @@ def exchange_of(world: World, config: ParallelConfig) -> Exchange:
     options: dict[str, Any] = {"wire": WIRES[name]} if name in WIRES else {}
     if name == "powersgd":
         options = {"wire": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
-    elif kind.divides_weights:
-        options = {"blocks": config.shard_modules, "shard_size": config.shard_size}
+    if kind.divides_weights:
+        options |= {"blocks": config.shard_modules, "shard_size": config.shard_size, "reshards": config.shard_reshard}
     module, _, exchange = kind.exchange.partition(":")
     built: Exchange = getattr(import_module(module, __package__), exchange)(world, **options)
     return built

@@ -44,7 +44,7 @@ class PowerSGD:
         self.factors: dict[_Key, Tensor] = {}
         """The last Q of each matrix: (m, r), the same on all ranks."""
         self.world, self._rank, self._start = world, rank, start
-        self.settings = {"powersgd-rank": rank, "powersgd-start": start}
+        self.settings: dict[str, int | str] = {"powersgd-rank": rank, "powersgd-start": start}
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `RequestError` if nothing of the gradients of `parameters` is compressed."""

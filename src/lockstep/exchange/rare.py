@@ -15,7 +15,6 @@ the ranks exchange their headers alone, tens of bytes, so that all train the sam
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -23,24 +22,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..world.world import World
-from .allreduce import AllReduce
-from .base import Exchange, Part, Pass
+from .base import Pass
 from .buckets import lay_out
+from .ranks import Ranks
 
 _BUCKET_BYTES = 25 << 20
 
 
-class Rare(AllReduce):
+class Rare(Ranks):
     """Steps by each rank's own gradients, and an outer step of all ranks every few of them."""
-
-    is_rare = True
 
     def __init__(self, world: World, *, every: int, lr: float, momentum: float) -> None:
         """`lr` and `momentum` are the outer step's."""
         super().__init__(world)
-        self.has_state, self.settings = momentum > 0, {"exchange-every": every}
-        self._every, self._lr, self._momentum = every, lr, momentum
-        self._steps = 0  # since the last exchange
+        self.every, self.settings = every, {"exchange-every": every}
+        self._lr, self._momentum = lr, momentum
         self._anchors: dict[Tensor, Tensor] = {}
         """The weights of the last exchange, of parameters that have trained since."""
         self._velocities: dict[Tensor, Tensor] = {}
@@ -48,46 +44,23 @@ class Rare(AllReduce):
 
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`: `.grad` is this rank's own, scaled up from its share to the global batch."""
-        self._trained_checksum = zlib.crc32(bytes(parameter.requires_grad for parameter in self.parameters))
-        header = (
-            self._start_header(self._header(backward_pass), backward_pass.weight) if backward_pass.is_last else None
-        )
         if backward_pass.zeroed is True:  # a gradient of zero, so that optimizers step on all ranks alike
             zeroed = torch.ones((), dtype=torch.bool, device=self.world.device)
             backward_pass = dataclasses.replace(backward_pass, zeroed=zeroed)
-        Exchange.backward(self, backward_pass)
-        if header is None:
+        weights = super().backward(backward_pass)
+        if weights is None:
             return None
-        rows, work = header
-        with self.world.progress.during("all-gather"):
-            if work is not None:
-                work.wait()
-        self._check(rows, is_read=False)
-        weights = rows[:, 4]
         total, own = weights.sum(), weights[self.world.rank]
         # Outside of a loader no weights are known: the ranks' shares then count alike.
         share = torch.where(total > 0, own / total, 1 / self.world.size)
         self.divide(backward_pass.part, torch.where(share > 0, share, 1.0))
         return weights
 
-    def divide(self, part: Part, divisor: Tensor) -> None:
-        """See `Exchange.divide`."""
-        Exchange.divide(self, part, divisor)
-
     def begin_step(self, optimizer: Optimizer) -> None:
         """See `Exchange.begin_step`."""
         for parameter in self.parameters:
             if parameter.requires_grad and parameter not in self._anchors:
                 self._anchors[parameter] = parameter.detach().clone()
-
-    def count_step(self, *, is_new: bool) -> None:
-        """See `Exchange.count_step`."""
-        self._steps += is_new
-        self.has_drifted = True
-
-    def is_due(self, *, is_complete: bool) -> bool:
-        """See `Exchange.is_due`. An exchange is overdue in loops that are never known to have ended a step."""
-        return self._steps > self._every or (self._steps == self._every and is_complete)
 
     @torch.no_grad()
     def synchronise(self, differing: Sequence[Tensor]) -> None:
@@ -104,7 +77,7 @@ class Rare(AllReduce):
             for tensor, mean in pairs:
                 tensor.copy_(self._step(tensor, mean) if tensor in self._anchors else mean)
         self.world.broadcast([tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())])
-        self._steps, self.has_drifted = 0, False
+        self.drift = 0
         self._anchors.clear()  # a loop may change the weights of all ranks before the next step, as by load_best
 
     def _step(self, parameter: Tensor, gradient: Tensor) -> Tensor:

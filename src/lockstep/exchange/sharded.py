@@ -11,6 +11,7 @@ shards of different groups.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 import zlib
@@ -30,23 +31,35 @@ from .. import _torch
 from ..checkpoint.shards import is_shard, local, shard_as
 from ..errors import RequestError, RunError
 from ..world.world import World, new_group
-from .allreduce import AllReduce
-from .base import MOST_PARTS, Header, Part, Pass, check_match
+from .base import Header, Part, Pass, check_match
 from .blocks import check_divisible, find_blocks, with_forward
+from .compress import reduce_scatter
+from .ranks import Ranks
 
 _NOT_BY_ELEMENT = (Adafactor, LBFGS, Muon, SparseAdam)
 """Optimizers that take rows or whole matrices; of shards, Muon's bfloat16 products also round otherwise."""
 
 
-class FullyShard(AllReduce):
+class FullyShard(Ranks):
     """Exchange among several ranks, each of which has a shard of every parameter."""
 
-    is_separable = False
     compared = "optimizer settings, synchronised statistics, shards of different groups"
     divides_state = True
+    checks_first = True
 
-    def __init__(self, world: World, *, blocks: Sequence[str] = (), shard_size: int | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        blocks: Sequence[str] = (),
+        shard_size: int | None = None,
+        reshards: bool = True,
+        wire: torch.dtype | None = None,
+    ) -> None:
         """`blocks` are patterns of class names (see `find_blocks`); `shard_size` is the ranks that divide the weights.
+
+        Unless it `reshards`, weights stay gathered from a forward pass to its backward pass. `wire` is the type in
+        which gradients travel; None for their own.
 
         Raises `RequestError` unless `shard_size` divides the ranks into equal groups of two or more.
         """
@@ -55,20 +68,20 @@ class FullyShard(AllReduce):
                 f"--strategy fsdp needs a newer torch than {torch.__version__}: it cannot sum unused layers."
             )
         super().__init__(world)
-        self._patterns, self._shard_size = blocks, shard_size or world.size
+        self._patterns, self._shard_size, self._reshards = blocks, shard_size or world.size, reshards
+        self._reduce_scatter: Any = partial(reduce_scatter, wire=wire) if wire else dist.reduce_scatter_tensor
         if world.size % self._shard_size or self._shard_size == 1:
             raise RequestError(
                 f"--shard-size {shard_size} does not divide {world.size} ranks into equal groups of 2 or more."
             )
         self._mesh: DeviceMesh | None = None
-        self._allows_state_dict = False
-        """Whether a checkpoint's state is being read."""
+        self._pass: Pass | None = None  # under way
         self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
+        self._gathered: list[FSDPModule] = []  # whose weights may stay gathered after a forward pass
         self._unsharded: list[nn.Parameter] = []
         """What backward passes see in place of the sharded parameters."""
         self._undivided: dict[int, nn.Parameter] = {}  # by index: scalars, and those outside of any forward pass
-        self._guards: dict[nn.Parameter, Any] = {}  # hooks on the shards, which no loss may depend on
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}  # parameters before and after, until optimizers are known
 
     def attach(self, model: nn.Module) -> None:
@@ -76,18 +89,27 @@ class FullyShard(AllReduce):
         self.shard(model)
         super().attach(model)
         indices = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._undivided |= {index: parameter for parameter, index in indices.items() if not is_shard(parameter)}
-        for parameter in indices:
-            if is_shard(parameter) and parameter not in self._guards:
-                self._guards[parameter] = _hook(parameter, partial(_refuse, parameter))
+        for parameter, index in indices.items():
+            if parameter not in self._hooks:
+                note = partial(_refuse, parameter) if is_shard(parameter) else partial(self._note, index)
+                self._hooks[parameter] = _hook(parameter, note)
+                if not is_shard(parameter):
+                    self._undivided[index] = parameter
         names = dict(model.named_parameters())
         for module in model.modules():  # the root first, as torch demands
             if isinstance(module, FSDPModule):
                 module.unshard()
                 for name, parameter in model.named_parameters():
                     if parameter is not names[name]:
-                        self._watch(parameter, indices[names[name]])
+                        self._unsharded.append(parameter)
+                        _hook(parameter, partial(self._note, indices[names[name]]))
                 module.reshard()
+                if not self._reshards:
+                    self._gathered.append(module)
+                    # Weights without a backward pass to follow would be stale in a later forward pass.
+                    module.register_forward_pre_hook(
+                        lambda module, _: module.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
+                    )
 
     def shard(self, model: nn.Module) -> None:
         """See `Exchange.shard`.
@@ -108,20 +130,20 @@ class FullyShard(AllReduce):
         for number, module in enumerate(model.modules()):
             if isinstance(module, FSDPModule):
                 note = partial(self._note_block, number)
-                comms: Any = _Noted(note, dist.all_gather_into_tensor), _Noted(note, dist.reduce_scatter_tensor)
+                comms: Any = _Noted(note, dist.all_gather_into_tensor), _Noted(note, self._reduce_scatter)
                 module.set_custom_all_gather(comms[0])
                 module.set_custom_reduce_scatter(comms[1])
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks may use different parameters
                 register_hook: Any = module.register_state_dict_pre_hook
-                register_hook(lambda *_: self._check_whole())  # stays, as the shards do
+                register_hook(lambda *_: self._refuse_part("model.state_dict() under --strategy fsdp"))  # stays
                 if module in roots:
                     self._roots.append(module)
         self._replaced |= {parameters[name]: parameter for name, parameter in model.named_parameters()}
 
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Exchange.adopt`. Raises `RequestError` for an optimizer that needs whole tensors."""
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Exchange.take`. Raises `RequestError` for an optimizer that needs whole tensors."""
         for optimizer in optimizers:
             if isinstance(optimizer, _NOT_BY_ELEMENT):
                 raise RequestError(
@@ -129,6 +151,8 @@ class FullyShard(AllReduce):
                     "--strategy ddp, or an optimizer such as AdamW."
                 )
             for group in optimizer.param_groups:
+                if group.get("fused") and not isinstance(optimizer, Adam):
+                    self.settings["fused"] = "off, as torch has fused steps of shards for Adam alone"
                 group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
             state: Any = optimizer.state
             for parameter in [parameter for parameter in state if parameter in self._replaced]:
@@ -147,8 +171,24 @@ class FullyShard(AllReduce):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """See `Exchange.begin_step`: torch's fused steps of shards are Adam's alone."""
+        self._reshard()
         if not isinstance(optimizer, Adam):
             _torch.separate_step(optimizer)
+
+    def _reshard(self) -> None:
+        """Free weights that a forward pass without a backward pass has left gathered: they would be stale."""
+        for module in self._gathered:
+            module.reshard()
+
+    @contextmanager
+    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """See `Exchange.whole_state`: shards, which their reader gathers one at a time, and may change."""
+        self._reshard()
+        with super().whole_state(optimizers):
+            yield
+
+    def silent(self) -> None:
+        """See `Exchange.silent`: each step exchanges weights."""
 
     @property
     def leaves(self) -> list[nn.Parameter]:
@@ -157,58 +197,19 @@ class FullyShard(AllReduce):
 
     def backward(self, backward_pass: Pass) -> Tensor | None:
         """See `Exchange.backward`."""
-        part, is_last = backward_pass.part, backward_pass.is_last
+        part = backward_pass.part
         part.present = part.present or bytearray(len(self.parameters))
-        header = backward_pass.header
-        trained = zlib.crc32(bytes(parameter.requires_grad for parameter in self.parameters))
-        header = header._replace(part=header.part + MOST_PARTS * trained)
-        rows, work = self._start_header(header, backward_pass.weight) if is_last else (None, None)
-        if rows is not None and not rows.is_cuda:  # before collectives of other sizes, where ranks train other batches
-            if work is not None:
-                work.wait()
-            self._check(rows, is_read=True)
         for root in self._roots:
-            root.set_requires_gradient_sync(is_last)
-        for parameter, gradient in part.gradients:
-            parameter.grad = gradient
+            root.set_requires_gradient_sync(backward_pass.is_last)
         self._pass = backward_pass
-        try:
-            with self._user_hooks.removed(self.parameters, self._guards) as part.hooks:
-                backward_pass.run()
+        try:  # `_note` sets to 0 what does not count
+            weights = super().backward(dataclasses.replace(backward_pass, zeroed=False, weightless=False))
         finally:
             self._pass = None
-        self._take_undivided(backward_pass)
-        part.gradients = [(parameter, parameter.grad) for parameter in self._unsharded if parameter.grad is not None]
-        for parameter, _ in part.gradients:
-            parameter.grad = None
-        if rows is None:
-            return None
-        with self.world.progress.during("all-reduce"):
-            if work is not None:
-                work.wait()
-            self._finish_sharded(part, header)
-        return rows[:, 4]
-
-    def divide(self, part: Part, divisor: Tensor) -> None:
-        """See `Exchange.divide`."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                local(parameter.grad).div_(divisor)
-
-    @contextmanager
-    def whole_state(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """See `Exchange.whole_state`: shards, which their reader gathers one at a time."""
-        self._allows_state_dict = True
-        try:
-            yield
-        finally:
-            self._allows_state_dict = False
-
-    def close(self) -> None:
-        """See `Exchange.close`."""
-        super().close()
-        while self._guards:
-            self._guards.popitem()[1].remove()
+        if weights is not None:
+            with self.world.progress.during("all-reduce"):
+                self._finish(part, self._header(backward_pass))
+        return weights
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """See `Exchange.evidence`: digests of a group's shards, and each rank's norm, which shows NaNs."""
@@ -223,19 +224,6 @@ class FullyShard(AllReduce):
         if size == self.world.size:
             return DeviceMesh.from_group(new_group(), device)
         return init_device_mesh(device, (self.world.size // size, size), mesh_dim_names=("replicas", "shards"))
-
-    def _check_whole(self) -> None:
-        """Raise `RequestError` for a `state_dict` of shards that the user would take for the whole."""
-        if not self._allows_state_dict:
-            raise RequestError(
-                "model.state_dict() under --strategy fsdp would have this rank's shards alone; the run's checkpoints "
-                "have the whole weights."
-            )
-
-    def _watch(self, parameter: nn.Parameter, index: int) -> None:
-        """Note each gradient of an unsharded parameter."""
-        self._unsharded.append(parameter)
-        _hook(parameter, partial(self._note, index))
 
     def _note_block(self, number: int) -> None:
         self._order = zlib.crc32(number.to_bytes(4), self._order)
@@ -254,20 +242,9 @@ class FullyShard(AllReduce):
         backward_pass.clear_(gradient)
         return gradient
 
-    def _take_undivided(self, backward_pass: Pass) -> None:
-        """Move the gradients of parameters that each rank has into the part."""
-        part, zeroed = backward_pass.part, backward_pass.zeroed
-        for index, parameter in self._undivided.items():
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None or zeroed is True:
-                continue
-            backward_pass.clear_(gradient)
-            part.sparse[index] = gradient + part.sparse[index] if index in part.sparse else gradient
-            part.present[index] = True
-
-    def _finish_sharded(self, part: Part, header: Header) -> None:
-        """Sum the gradients of whole parameters; drop those of parameters without one on any rank (*collective*)."""
-        if part.gradients:
+    def _finish(self, part: Part, header: Header) -> None:
+        """Sum the gradients of undivided parameters; drop those that no rank has (*collective*)."""
+        if any(parameter.grad is not None for parameter in self._unsharded):
             raise RequestError(
                 "--strategy fsdp sums gradients in a global batch's last micro-batch, whose loss here does not depend "
                 "on all weights that an earlier one's does; take --strategy zero1, or no accumulation."
@@ -283,10 +260,13 @@ class FullyShard(AllReduce):
                 "layers that some of them skip by --shard-modules, or take --strategy zero1"
             )
         used = rows.amax(0).tolist()
-        for index, parameter in self._undivided.items():
-            if used[index]:
-                gradient = part.sparse.get(index, torch.zeros_like(parameter))
-                parameter.grad = self.world.stack(gradient).sum(0)
+        undivided = [parameter for index, parameter in self._undivided.items() if used[index]]
+        if undivided:  # all in one message
+            gradients = [torch.zeros_like(item) if item.grad is None else item.grad for item in undivided]
+            flat = torch.cat([gradient.double().view(-1) for gradient in gradients])
+            totals = torch.split(self.world.stack(flat).sum(0), [parameter.numel() for parameter in undivided])
+            for parameter, total in zip(undivided, totals, strict=True):
+                parameter.grad = total.view_as(parameter).to(parameter.dtype)
         for parameter, is_used in zip(self.parameters, used[:-4], strict=True):
             if not is_used:
                 parameter.grad = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from ..checkpoint.state import parameters_of
 from ..errors import RequestError
 from ..world.world import World
 from .allreduce import AllReduce
+from .base import Exchange
 from .buckets import Bucket, lay_out
 from .powersgd import PowerSGD
 
-_MOST_LAYOUTS = 4
 _SMALL_BYTES = 1 << 20
 """Smaller parameters travel in buckets of this size, larger ones in place."""
 
@@ -47,14 +48,13 @@ class Zero1(AllReduce):
         self._hooks_of_step: dict[Optimizer, list[Any]] = {}
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients of other ranks' parameters, during a step."""
-        self._layouts_of_step: dict[tuple[nn.Parameter, ...], list[tuple[int, Bucket]]] = {}
+        self._layouts_of_step: dict[Optimizer, tuple[list[bool], list[tuple[int, Bucket]]]] = {}
+        """Which parameters trained in an optimizer's last step, and (owner, bucket) of these."""
         self._steps, self._gradient_sum = 0, torch.zeros((), dtype=torch.float64, device=world.device)
         self._is_muted = False
-        self._is_whole = False
-        """Whether rank 0's optimizers have the whole state at this moment."""
 
-    def divide_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Exchange.divide_state`."""
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """See `Exchange.take`."""
         for optimizer in optimizers:
             package = type(optimizer).__module__.split(".")
             is_known = package[:2] == ["torch", "optim"] or package[0] == __name__.partition(".")[0]
@@ -68,7 +68,9 @@ class Zero1(AllReduce):
                 if not self.owns(parameter):
                     optimizer.state.pop(parameter, None)
             self._hooks_of_step[optimizer] = _torch.hook_step(optimizer, self._hide_others, self._send_weights)
-            optimizer.register_state_dict_pre_hook(self._check_whole)  # stays: the state remains divided
+            optimizer.register_state_dict_pre_hook(  # stays: the state remains divided
+                lambda _: self._refuse_part("optimizer.state_dict() under --strategy zero1")
+            )
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """See `Exchange.owns`."""
@@ -86,11 +88,10 @@ class Zero1(AllReduce):
                 if self.world.is_main and not self.owns(parameter):
                     optimizer.state[parameter] = values
                     received.append((optimizer, parameter))
-        self._is_whole = True
         try:
-            yield
+            with super().whole_state(optimizers):
+                yield
         finally:
-            self._is_whole = False
             for optimizer, parameter in received:
                 del optimizer.state[parameter]
 
@@ -106,21 +107,14 @@ class Zero1(AllReduce):
         if optimizer in self._hooks_of_step:
             _torch.move_innermost(self._hooks_of_step[optimizer])
 
-    def mute(self) -> None:
-        """See `Exchange.mute`."""
+    def silent(self) -> Exchange | None:
+        """See `Exchange.silent`: each rank still steps its own parameters alone."""
         self._is_muted = True
+        return super().silent()
 
     def evidence(self, digest: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
         """See `Exchange.evidence`."""
         return {"optimizer/gradients": self._gradient_sum}
-
-    def _check_whole(self, optimizer: Optimizer) -> None:
-        """Raise `RequestError` for a `state_dict` that would lack the other ranks' state."""
-        if not self._is_whole:
-            raise RequestError(
-                "optimizer.state_dict() under --strategy zero1 would have this rank's part of the state alone; the "
-                "run's checkpoints have all of it."
-            )
 
     def _assign(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give each parameter without an owner to the rank with the fewest bytes."""
@@ -162,21 +156,19 @@ class Zero1(AllReduce):
 
     def _lay_out_step(self, optimizer: Optimizer) -> list[tuple[int, Bucket]]:
         """Return (owner, bucket) of the parameters that train: alike on all ranks, whatever gradients a rank has."""
-        key = tuple(
-            parameter
-            for parameter in parameters_of(optimizer)
-            if parameter.requires_grad or parameter.grad is not None  # a frozen one may still have a gradient
-        )
-        if key not in self._layouts_of_step:
-            while len(self._layouts_of_step) >= _MOST_LAYOUTS:  # such as those before a layer was thawed
-                del self._layouts_of_step[next(iter(self._layouts_of_step))]
-            self._layouts_of_step[key] = layout = []
+        parameters = parameters_of(optimizer)
+        # A frozen one may still have a gradient.
+        trains = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
+        known, layout = self._layouts_of_step.get(optimizer, ([], []))
+        if trains != known:
+            trained, layout = list(compress(parameters, trains)), []
             for owner in range(self.world.size):
-                numbered = [pair for pair in enumerate(key) if self._owners[pair[1]] == owner]
+                numbered = [pair for pair in enumerate(trained) if self._owners[pair[1]] == owner]
                 large = [pair for pair in numbered if pair[1].nbytes >= _SMALL_BYTES]
                 small = [pair for pair in numbered if pair[1].nbytes < _SMALL_BYTES]
                 layout += [(owner, bucket) for bucket in (*lay_out(large, 0), *lay_out(small, _SMALL_BYTES))]
-        return self._layouts_of_step[key]
+            self._layouts_of_step[optimizer] = trains, layout
+        return layout
 
     def _send(self, owner: int, bucket: Bucket) -> tuple[Bucket, Tensor | None, dist.Work]:
         """Begin to broadcast a bucket's weights; the flat tensor is None for weights that travel in place."""

@@ -24,7 +24,7 @@ from ..data.share import Micro
 from ..errors import RequestError
 from ..exchange import method as methods
 from ..exchange import replicas
-from ..exchange.base import BACKWARD, Header, Part, Pass
+from ..exchange.base import Call, Header, Part, Pass
 from ..exchange.method import Method
 from ..files import shown, understanding
 from ..models import table as models_table
@@ -103,7 +103,7 @@ class Job(Prepared):
             loss, _ = self.loss(x, y)
             is_last = number == len(batch)
             run = partial(self.precision.backward, loss, 1 / count)
-            self.exchange.backward(Pass(run, part, Header(BACKWARD, number), 0.0, is_last))
+            self.exchange.backward(Pass(run, part, Header(Call.BACKWARD.kind, number), 0.0, is_last))
 
     def steps(self) -> int:
         """Return the number of optimizer steps per epoch."""

@@ -20,7 +20,7 @@ from ..checkpoint import resume
 from ..checkpoint.state import State
 from ..checks.samples import Indices
 from ..errors import RequestError, RunError, Stopped, counted, ranks_named
-from ..exchange.base import RECORD, Header
+from ..exchange.base import Call
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
 from ..world.random_state import load_generators, save_generators, seed_all
@@ -219,7 +219,7 @@ class Loop:
         weights, if they step by their own gradients.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
-        waits = self.prepared.exchange.has_drifted
+        waits = self.prepared.exchange.drift > 0
         if not waits and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
         # The end of an epoch saves anyway, once the weights are evaluated.
@@ -283,7 +283,7 @@ class Loop:
         pending.values.sort(key=lambda value: value[:2])  # ranks may log in another order
         first = step + 1 - len(pending.rows)
         names = [f"{name} of step {first + number}" for number, name, *_ in pending.values]
-        self.prepared.exchange.meet(Header(RECORD, step), names)
+        self.prepared.exchange.meet(Call.RECORD, step, names)
         self.prepared.exchange.is_asked = False
         stopping, non_finite = self.meter.flush(stop=self.stop.asked, total_steps=self.total_steps)
         if non_finite is not None:
@@ -295,7 +295,7 @@ class Loop:
     def _non_finite_error(self, step: int, ranks: list[int]) -> RunError:
         """Return the error for a non-finite loss (*collective*). Ranks with such a loss write their sample indices."""
         doubt = ""
-        if not self.prepared.exchange.has_drifted:
+        if not self.prepared.exchange.drift:
             doubt = self.checks.replicas.explain_loss(self.position.step, step)
         location, indices = ranks_named(ranks), getattr(self.prepared.source, "indices", None)
         if self.folder is not None and indices is not None:
@@ -315,7 +315,7 @@ class Loop:
 
     def confirm(self) -> None:
         """Compare the replicas, unless already compared after this step (*collective*)."""
-        if not self.prepared.exchange.has_drifted:
+        if not self.prepared.exchange.drift:
             self.checks.replicas.confirm(self.position.step, self.meter.step_s)
 
     def save(self) -> None:

@@ -159,7 +159,10 @@ class Prepared:
 
         Raises `RequestError` for a parameter of no model, or of two optimizers.
         """
-        self.exchange.adopt(self.optimizers)
+        for optimizer in self.optimizers:
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
+        self.exchange.take(self.optimizers)
         self.recomputation.check()
         names = {parameter: name for name, parameter in self._all.named_parameters()}
         exchanged = set(self.exchange.parameters)
@@ -187,9 +190,6 @@ class Prepared:
                         f"{names[parameter]}, and a checkpoint has one state of it; give each parameter one optimizer."
                     )
             self._settings.append(_settings_of(optimizer))
-            if optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())
-        self.exchange.divide_state(self.optimizers)
         if self.config.record.output is not None:
             self._fresh = [plain_copy(item) for item in self.stateful_objects]
 
@@ -204,7 +204,7 @@ class Prepared:
     def replicated(self) -> dict[str, Tensor]:
         """Return the tensors by name that are bitwise equal on all ranks after a step."""
         tensors = {name: tensor.detach() for name, tensor in self._weights() if not is_shard(tensor)}
-        if self.exchange.divides_state or self.exchange.is_rare:  # else other settings soon show in the weights
+        if self.exchange.divides_state or self.exchange.every:  # else other settings soon show in the weights
             settings = [settings for optimizer in self.optimizers for settings in _settings_of(optimizer)]
             numbers = [float(value) for group in settings for _, value in sorted(group.items())]
             tensors |= self.exchange.evidence(digest)
@@ -218,7 +218,7 @@ class Prepared:
 
         Raises `RunError` for ranks whose optimizers have the state of different parameters.
         """
-        if not (self.exchange.is_rare and self.exchange.has_drifted):
+        if not (self.exchange.every and self.exchange.drift):
             return
         tensors = dict(self._weights()) | optimizer_tensors(self._all, self.optimizers)
         for name, model in self.groups.items():
@@ -243,7 +243,7 @@ class Prepared:
         source = self.source
         return {
             "batchnorm": self.batchnorm,
-            "exchange": self.config.parallel.exchange if self.exchange.has_state else "",
+            "exchange": self.config.parallel.exchange if self.world.size > 1 else "",
             "replicas": self.replicas,
             "accumulation": 1 if source is None else source.plan.accumulation,
             "batch": 0 if source is None else source.plan.global_size,
@@ -260,11 +260,7 @@ class Prepared:
         tensors = {name: local(tensor) for name, tensor in (*self._weights(), *self._statistics())}
         if non_finite := finite.find_non_finite(self.world, tensors):
             raise finite.error(step, non_finite, self.remedy())
-        if (
-            pending
-            and self.exchange.is_rare
-            and any(parameter.grad is not None for parameter in self._all.parameters())
-        ):
+        if pending and self.exchange.every and any(parameter.grad is not None for parameter in self._all.parameters()):
             raise RequestError(
                 f"--exchange {self.config.parallel.exchange}: gradients wait for a step at a save, and a checkpoint "
                 "has no place for each rank's own: have the optimizer step before the epoch ends."
@@ -372,7 +368,7 @@ class Prepared:
     def _check_data(self, state: State) -> None:
         """Raise `RequestError` if sample order or batch statistics would change, or what an exchange owes be lost."""
         current, saved = self._facts(), state.meta
-        if (before := saved.get("exchange")) and before != current["exchange"]:
+        if state.part("exchange") and (before := saved["exchange"]) != current["exchange"]:
             raise RequestError(
                 f"{shown(state.origin)} holds the state of --exchange {before}, which this run cannot continue; give "
                 f"--exchange {before} and several ranks, or begin a new run with its weights."

@@ -37,6 +37,7 @@ def session(
     strategy: Literal["auto", "ddp", "zero1", "fsdp"] = "auto",
     shard_modules: Sequence[str] = (),
     shard_size: int | None = None,
+    shard_reshard: bool = True,
     exchange: Literal["full", "bf16", "fp16", "powersgd", "local-sgd", "diloco"] = "full",
     exchange_every: int | None = None,
     powersgd_rank: int | None = None,
@@ -74,6 +75,8 @@ def session(
     - `shard_modules`: under fsdp, the classes of the modules whose weights are gathered one at a time, by name or
       shell pattern. Default: those that repeat.
     - `shard_size`: under fsdp, the ranks that divide the weights, such as those of a node. Default: all.
+    - `shard_reshard`: under fsdp, free weights between forward and backward. False keeps them, which saves one of two
+      gathers and takes more memory.
     - `exchange`: "bf16" and "fp16" round the gradients that ranks send, "powersgd" sends matrices of low rank; with
       "local-sgd" and "diloco", ranks step by their own gradients, and exchange weights every few steps. All but "full"
       train another model.

@@ -16,8 +16,7 @@ from ..checkpoint.resume import accumulation
 from ..checks.samples import SampleCounts
 from ..data.share import Micro, SharedLoader
 from ..errors import ProofError, RequestError, counted
-from ..exchange import base
-from ..exchange.base import Header
+from ..exchange.base import Call
 from ..models.modes import evaluating
 from ..nn import sync_batchnorm
 from ..nn.sync_batchnorm import SyncBatchNorm
@@ -165,7 +164,7 @@ class Passes:
                 if micro is None:
                     break
                 if is_first_batch and counts and loop.is_running and (order := getattr(source, "order_digest", "")):
-                    self._prepared.exchange.meet(Header(base.ORDER, number), [f"order {order}"])
+                    self._prepared.exchange.meet(Call.ORDER, number, [f"order {order}"])
                 is_first_batch = False
                 samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
@@ -185,7 +184,7 @@ class Passes:
             self._draws.come_to(self.shares.newest_open)  # the loop may draw for batches that it keeps
             if counts and loop.is_running:
                 self.compare()
-                if self._prepared.exchange.has_drifted and loop.is_done and loop.position.within != loop.steps:
+                if self._prepared.exchange.drift and loop.is_done and loop.position.within != loop.steps:
                     loop.warn(
                         "max_steps has ended the run between two exchanges of weights, and they are exchanged now: a "
                         "run that continues from here differs from one without this end; give a multiple of "
@@ -256,7 +255,7 @@ class Passes:
         self._stepper.leave()
         self.shares.leave()
         self.shares.forget()
-        self._prepared.exchange.meet(Header(base.END_EPOCH, self._loop.position.step + self._stepper.has_stepped))
+        self._prepared.exchange.meet(Call.END_EPOCH, self._loop.position.step + self._stepper.has_stepped)
         self._prepared.synchronise()
         self.begin_epoch()
         loop, position = self._loop, self._loop.position
@@ -350,7 +349,7 @@ class Passes:
         world, loop, exchange = self._world, self._loop, self._prepared.exchange
         self._stepper.settle(saves=False)  # code of this step may follow, such as a schedule's
         self._draws.end()
-        exchange.meet(Header(base.BEGIN_EVALUATION, self._evaluations))
+        exchange.meet(Call.BEGIN_EVALUATION, self._evaluations)
         self._prepared.synchronise()
         shared, evaluated = self._evaluation_shares(loader) if isinstance(loader, DataLoader) else loader, 0
         self._warn_of_evaluation(shared)
@@ -373,7 +372,7 @@ class Passes:
                     yield micro.batch
             finally:
                 self.evaluated_share = outer_share if self._open_evaluations > 1 else None
-        exchange.meet(Header(base.END_EVALUATION, self._evaluations))
+        exchange.meet(Call.END_EVALUATION, self._evaluations)
         self._evaluations += 1
         self.compare()
         total = int(world.sum(torch.tensor(evaluated, device=world.device)))

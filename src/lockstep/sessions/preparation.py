@@ -56,7 +56,7 @@ class Preparation:
                     "seed, and another start may draw others; call lockstep.session() first"
                 )
             if sync_batchnorm.has_batchnorm(part):
-                is_local = prepared.config.parallel.batchnorm == "local" or prepared.exchange.is_rare
+                is_local = prepared.config.parallel.batchnorm == "local" or prepared.exchange.every > 0
                 prepared.batchnorm = "local" if is_local else "sync"
                 if prepared.batchnorm == "sync":
                     sync_batchnorm.convert(part, prepared.world)

@@ -27,8 +27,8 @@ from ..checkpoint.shards import whole
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange import base
-from ..exchange.base import Header
-from ..exchange.batch import check_loss, on_device
+from ..exchange.base import Call, on_device
+from ..exchange.batch import check_loss
 from ..exchange.method import exchange_of
 from ..files import shown, understanding
 from ..nn.recompute import Recomputation
@@ -395,7 +395,7 @@ class Session:
 
     def _meet(self, *details: Any) -> None:
         """Raise `RunError` unless all ranks make the same call (*collective*)."""
-        self.prepared.exchange.meet(Header(base.REDUCE, self.step), [" ".join(map(str, details))])
+        self.prepared.exchange.meet(Call.REDUCE, self.step, [" ".join(map(str, details))])
 
     def sum(self, value: Any) -> Any:
         """Sum a number (as float64), or each element of a tensor, over all ranks (*collective*).
@@ -482,7 +482,7 @@ class Session:
         self._stepper.settle(saves=False)
         value = None if value is None else float(value)
         numbers = plain("session.score", values)
-        self.prepared.exchange.meet(Header(base.SCORE, self.step), [f"{value!r} {numbers or ''}".rstrip()])
+        self.prepared.exchange.meet(Call.SCORE, self.step, [f"{value!r} {numbers or ''}".rstrip()])
         self.prepared.synchronise()  # the weights that are scored are those that are saved
         self.loop.judge(value, on, numbers)
 
@@ -505,7 +505,7 @@ class Session:
         if loop.folder is None:
             raise RequestError("session.load_best needs a run's folder, which has the best weights: give output=.")
         self._stepper.settle(saves=False)
-        self.prepared.exchange.meet(Header(base.LOAD_BEST, self.step))
+        self.prepared.exchange.meet(Call.LOAD_BEST, self.step)
         self.prepared.synchronise()
         if self._has_left and not loop.is_finished:  # `last` shall have the weights of the last step
             loop.save()
@@ -525,7 +525,7 @@ class Session:
         if not loop.has_begun:
             return
         self._stepper.settle(saves=False)
-        self.prepared.exchange.meet(Header(base.STOP, self.step))
+        self.prepared.exchange.meet(Call.STOP, self.step)
         stops = loop.stop.asked and loop.may_stop
         # A resumed run repeats the epoch's end, and would repeat changes made since the batches.
         stops = stops and (loop.is_finished or self.prepared.fingerprint() == self._passes.at_data_end)
@@ -558,7 +558,7 @@ class Session:
         try:
             if error is None:
                 self._passes.raise_refusal()
-                self.prepared.exchange.meet(Header(base.CLOSE, self.step))
+                self.prepared.exchange.meet(Call.CLOSE, self.step)
                 self._stepper.settle()
                 self.loop.finish()
         except BaseException as late:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import RequestError
 from ..exchange import base
-from ..exchange.base import Exchange, Header
+from ..exchange.base import Call, Exchange, Header
 from ..exchange.batch import GlobalBatch
 from ..nn import sync_batchnorm
 from ..runs.loop import Loop
@@ -117,7 +117,7 @@ class Stepper:
         elif weight is not None:
             factor = float(handed is None or handed.share.size > 0)
         if handed is None:
-            header = Header(base.BACKWARD, self.outside)
+            header = Header(Call.BACKWARD.kind, self.outside)
             self.outside += 1
         else:
             header = Header(base.pass_kind(handed.epoch, handed.place), handed.index)
@@ -149,7 +149,7 @@ class Stepper:
 
         Also if ranks step by their own gradients, whose means are over these samples.
         """
-        ranks, is_own = self._prepared.world.size, self._prepared.exchange.is_rare
+        ranks, is_own = self._prepared.world.size, self._prepared.exchange.every > 0
         if weight is not None:
             return 1.0, None
         if handed is None:
@@ -190,27 +190,34 @@ class Stepper:
             )
         if optimizer in self._stepped_by:  # a loop may step twice on one batch
             self._end(self.share, parts=self._parts_at_step, saves=False)
-        progress = self._prepared.world.progress
+        prepared, exchange, progress = self._prepared, self._prepared.exchange, self._prepared.world.progress
         progress.enter("step")
         self._before_step()
-        self._prepared.exchange.begin_step(optimizer)
+        exchange.begin_step(optimizer)
         self._stepping = optimizer
         try:
             result = self._precision.step_one(optimizer, step)
         finally:
             self._stepping = None
-        prepared = self._prepared
-        prepared.exchange.count_step(is_new=not self._stepped_by)
+        if exchange.every:
+            exchange.drift = max(1, exchange.drift + (not self._stepped_by))
         self._stepped_by.add(optimizer)
-        outer = (item for item in prepared.optimizers if item not in prepared.inner)
-        if prepared.exchange.is_due(is_complete=self._stepped_by.issuperset(outer)):
-            prepared.synchronise()
+        self._synchronise(is_complete=self._stepped_by.issuperset(set(prepared.optimizers) - prepared.inner))
         self._lr = float(optimizer.param_groups[0]["lr"])
         self._parts_at_step = self._batch.number
         progress.enter("")
-        if self._prepared.source is None and optimizer is self._prepared.optimizers[-1]:
+        if prepared.source is None and optimizer is prepared.optimizers[-1]:
             self.settle()
         return result
+
+    def _synchronise(self, *, is_complete: bool) -> None:
+        """Exchange weights if that is due (*collective*). `is_complete`: no optimizer is still to make the step.
+
+        An exchange is overdue in loops that are never known to have ended a step.
+        """
+        exchange = self._prepared.exchange
+        if exchange.every and exchange.drift + is_complete > exchange.every:
+            self._prepared.synchronise()
 
     def leave(self) -> None:
         """Note that the loop has left its loader, perhaps within a global batch; show hidden gradients."""
@@ -243,8 +250,8 @@ class Stepper:
         if self._stepped_by:  # a loop may step once per several batches: the step counts their sum
             self._stepped_by.clear()
             self._precision.update()
-            if saves and self._prepared.exchange.is_due(is_complete=True):
-                self._prepared.synchronise()
+            if saves:
+                self._synchronise(is_complete=True)
             norm, self.norm = self.norm, None
             loop.count_step(*self._batch.take_loss(), self._lr, norm)
             self._after_step(saves)

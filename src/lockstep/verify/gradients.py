@@ -141,7 +141,7 @@ def _answer(bench: Workbench, strategy: str, tolerance: float, *, alone: bool) -
     differing: dict[str, frozenset[int]] = {}
     for case in bench.cases:
         gradients = bench.under(strategy, case)
-        for difference in compare(bench.world, gradients) if has_ranks and not method.exchange.is_rare else ():
+        for difference in compare(bench.world, gradients) if has_ranks and not method.exchange.every else ():
             differing[difference.name] = differing.get(difference.name, frozenset()) | {*difference.ranks}
         gap = gaps(gradients, bench.under(ONE, case))
         rows.append(Row(f"{case.name}, {case.size} samples", worst(gap), beyond(gap, tolerance)))

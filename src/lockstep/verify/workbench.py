@@ -28,7 +28,7 @@ from ..config.options import override
 from ..config.registry import KINDS
 from ..config.schema import RunConfig
 from ..errors import RequestError
-from ..exchange.base import BACKWARD, Header, Part, Pass
+from ..exchange.base import Call, Header, Part, Pass
 from ..jobs.job import Job, assemble
 from ..training.draws import GlobalDraws
 from ..world.random_state import seed_all
@@ -218,7 +218,7 @@ class Workbench:
                 part = Part()
                 for number, (x, y) in enumerate(micros, start=1):
                     run = partial(_run_step, self.step, job.replica, x, y)
-                    one = Pass(run, part, Header(BACKWARD, number), 0.0, number == len(micros))
+                    one = Pass(run, part, Header(Call.BACKWARD.kind, number), 0.0, number == len(micros))
                     if job.exchange.backward(one) is not None and job.world.size > 1:
                         # As DistributedDataParallel does: the mean of the ranks' means.
                         job.exchange.divide(part, torch.tensor(float(job.world.size)))
