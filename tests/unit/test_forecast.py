@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.compare import forecast, networks, records, timeline, trials
+from lockstep.compare import forecast, networks, records, timeline, traffic, trials
 from lockstep.compare.clock import Clock, mark_exchanges
 from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
 from lockstep.compare.records import Record
-from lockstep.compare.timeline import FREE, GATHER, GRADIENT, REDUCE, Link, Network, Point, Profile
+from lockstep.compare.timeline import FREE, Link, Network
+from lockstep.compare.traffic import GATHER, GRADIENT, REDUCE, Point, Profile
 from lockstep.compare.trials import Trial
 from lockstep.errors import RequestError, RunError
 
@@ -60,7 +61,7 @@ def test_a_bucket_that_is_sent_in_time_costs_nothing_and_the_last_one_all() -> N
     slow = network(10 * MB)
     assert timeline.step_s(profile(points, step), 2, FREE) == pytest.approx(3.5)
     assert timeline.step_s(profile(points, step), 2, slow) == pytest.approx(3.5 + 2.6)
-    assert profile(points, step).bytes_a_step == 28 * MB
+    assert traffic.bytes_a_step(profile(points, step), 2) == 28 * MB
     # An exchange of statistics is waited for wherever it stands.
     points = [Point(GATHER, 100), Point(GATHER, 100), Point(GRADIENT, 1)]
     latency = network(math.inf, 0.1)
@@ -279,4 +280,4 @@ def test_of_two_models_that_are_alike_both_exchange_their_gradients() -> None:
             model(x).sum().backward()
         clock.end_step()
     seen = {**told(0.5), "profile": clock.profile()}
-    assert forecast.share(2, 8, [seen]).profile.bytes_a_step == 2 * 110 * 4
+    assert traffic.bytes_a_step(forecast.share(2, 8, [seen]).profile, 2) == 2 * 110 * 4
