@@ -178,7 +178,7 @@ def _probed(
                 "strategy= and exchange= out of lockstep.session."
             )
         measurement.progress.clock = None
-        blocks = _blocks(models, method)
+        blocks = blocks_of(models, method)
         mark_exchanges(models, clock, on_gpu=on_gpu, blocks=blocks)
         clock.restart()
         yield from _pass(steps)
@@ -285,7 +285,7 @@ def _signal_workers(number: int) -> None:
                 os.kill(worker.pid, number)
 
 
-def _blocks(models: Sequence[nn.Module], method: ParallelConfig) -> list[nn.Module]:
+def blocks_of(models: Sequence[nn.Module], method: ParallelConfig) -> list[nn.Module]:
     """Return the modules that fsdp would gather one at a time; inner ones last. None under other strategies."""
     from ..exchange.blocks import find_blocks, with_forward
 
@@ -317,12 +317,13 @@ def facts_of(prepared: Prepared, method: ParallelConfig, blocks: Sequence[nn.Mod
         )
         for parameter in nn.ModuleList(prepared.models.values()).parameters()
     ]
+    steps, every = prepared.source.steps() if prepared.source else None, method.exchange_every or EXCHANGE_EVERY
     buffers = [buffer for model in prepared.groups.values() for buffer in model.buffers() if buffer.is_floating_point()]
     averages = [parameter for average in prepared.averages for parameter in average.module.parameters()]
     return {
         "strategy": resolved(method.strategy, distributed=True),
         "exchange": method.exchange,
-        "every": method.exchange_every or EXCHANGE_EVERY,
+        "every": steps / math.ceil(steps / every) if steps else every,  # ranks exchange at the end of an epoch, too
         "shard_size": method.shard_size,
         "on_gpu": prepared.world.device.type == "cuda",
         "parameters": parameters,

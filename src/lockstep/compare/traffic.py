@@ -64,7 +64,7 @@ class Profile:
     """(steps, points + 1): of computation before each point, from the end of the last step; then after all points."""
     strategy: str = "ddp"
     exchange: str = "full"
-    every: int = EXCHANGE_EVERY  # steps between two exchanges of weights
+    every: float = EXCHANGE_EVERY  # steps between two exchanges of weights
     shard_size: int | None = None
     on_gpu: bool = False
     parameters: tuple[Parameter, ...] = ()

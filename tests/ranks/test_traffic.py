@@ -1,0 +1,87 @@
+"""The bytes that a step is forecast to send are those that ranks' sockets send, under each method."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.compare import forecast, traffic
+from lockstep.compare.clock import Clock, mark_exchanges
+from lockstep.compare.measured import blocks_of, facts_of
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
+from lockstep.world.world import World
+
+from .. import loops
+from ..pool import RankPool
+
+STEPS = 9  # of an epoch
+_BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux's struct tcp_info
+
+
+class Block(nn.Module):
+    """A residual block of two layers; the rows of neither divide into four ranks' shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(90, 201), nn.Linear(201, 90)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.narrow(self.wide(x).relu())
+        return output
+
+
+def net() -> nn.Sequential:
+    """Return blocks between a layer that is frozen and one with BatchNorm; 1.3 MB in all."""
+    layers = [nn.Linear(32, 90).requires_grad_(False), Block(), Block(), Block(), nn.BatchNorm1d(90), nn.Linear(90, 1100)]
+    return nn.Sequential(*layers, nn.Linear(1100, 4))
+
+
+def _sent_bytes() -> int:
+    """Return the bytes that this process's TCP sockets have sent so far."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            is_socket = stat.S_ISSOCK(os.stat(int(name)).st_mode)
+        except OSError:
+            continue
+        if is_socket:
+            with socket.socket(fileno=os.dup(int(name))) as handle:
+                if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
+                    info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+    return total
+
+
+def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the bytes that this rank sends per step, and the profile if it is the only one."""
+    torch.set_num_threads(1)
+    method = override(RunConfig(), accelerator="cpu", **options).parallel
+    mine = {} if world.size == 1 else options
+    session = loops.session(world, precision="fp32", verify_every=0, **mine)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(24 * STEPS, 32), torch.arange(24 * STEPS) % 4)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, 24))
+    clock, sent_bytes = Clock(), []
+    blocks = blocks_of([model], method) if world.size == 1 else []
+    if world.size == 1:
+        mark_exchanges([model], clock, on_gpu=False, blocks=blocks)
+    with session:
+        for _ in session.epochs(3):
+            sent_bytes.append(_sent_bytes())
+            for x, y in loader:
+                session.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                clock.end_step()
+        facts = facts_of(session.prepared, method, blocks) if world.size == 1 else {}
+    return (sent_bytes[2] - sent_bytes[1]) / STEPS, clock.profile() | facts
