@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,20 +41,23 @@ class Block(nn.Module):
 
 def net() -> nn.Sequential:
     """Return blocks between a layer that is frozen and one with BatchNorm; 1.3 MB in all."""
-    layers = [nn.Linear(32, 90).requires_grad_(False), Block(), Block(), Block(), nn.BatchNorm1d(90), nn.Linear(90, 1100)]
+    layers = [
+        nn.Linear(32, 90).requires_grad_(False),
+        Block(),
+        Block(),
+        Block(),
+        nn.BatchNorm1d(90),
+        nn.Linear(90, 1100),
+    ]
     return nn.Sequential(*layers, nn.Linear(1100, 4))
 
 
 def _sent_bytes() -> int:
     """Return the bytes that this process's TCP sockets have sent so far."""
     total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            is_socket = stat.S_ISSOCK(os.stat(int(name)).st_mode)
-        except OSError:
-            continue
-        if is_socket:
-            with socket.socket(fileno=os.dup(int(name))) as handle:
+    for path in Path("/proc/self/fd").iterdir():
+        if path.is_socket():
+            with socket.socket(fileno=os.dup(int(path.name))) as handle:
                 if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
                     info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
@@ -85,3 +88,27 @@ def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]
                 clock.end_step()
         facts = facts_of(session.prepared, method, blocks) if world.size == 1 else {}
     return (sent_bytes[2] - sent_bytes[1]) / STEPS, clock.profile() | facts
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "bf16": {"exchange": "bf16"},
+    "powersgd": {"exchange": "powersgd", "powersgd_rank": 2},
+    "local-sgd": {"exchange": "local-sgd", "exchange_every": 4},
+    "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp in pairs": {"strategy": "fsdp", "shard_size": 2},
+}
+_MORE, _MORE_BYTES = 0.02, 5200  # of TCP beyond the tensors: headers of ranks and gloo, by size and by peer
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_sockets_send_the_bytes_of_the_forecast(method: str, ranks: int, pool: RankPool) -> None:
+    options = {"strategy": "ddp", **METHODS[method]}
+    _, measured = pool.run(1, _train, options)[0]
+    told = {"step_s": [1.0], "peak_memory_bytes": {"host": 1.0, "device": None}, "profile": measured}
+    profile = forecast.share(ranks, 24, [told]).profile
+    sent = [each_bytes for each_bytes, _ in pool.run(ranks, _train, options, collectives="gloo")]
+    forecast_bytes, sent_bytes = traffic.bytes_a_step(profile, ranks), sum(sent) / ranks
+    assert 0 <= sent_bytes - forecast_bytes < _MORE * forecast_bytes + _MORE_BYTES * (ranks - 1)
