@@ -121,8 +121,8 @@ class Collective(NamedTuple):
     ranks: int
     is_awaited: bool = False
     """Whether ranks wait for its end."""
-    awaits_earlier: bool = False
-    """Whether it begins when the earlier ones have ended, for which ranks wait."""
+    is_prefetch: bool = False
+    """Whether it begins when the last prefetch has ended, for which ranks wait."""
     share: float = 1.0
     """Of the steps that have it."""
     stride: int = 1
@@ -205,7 +205,7 @@ def _sharded(profile: Profile, ranks: int) -> Iterator[Collective]:
             yield Collective(moment, ALL_GATHER, size_bytes, size, is_awaited=True)
         if profile.on_gpu:
             next_bytes = gathered[number + 1][1] if number + 1 < len(gathered) else 0
-            yield Collective(moment, ALL_GATHER, next_bytes, size, awaits_earlier=True)
+            yield Collective(moment, ALL_GATHER, next_bytes, size, is_prefetch=True)
     ready = {
         profile.parameters[point.number].block: moment
         for moment, point in enumerate(profile.points)
