@@ -60,7 +60,8 @@ def main(words: list[str]) -> int:
     batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:
-        return job.command(Cell(name="", flags=("--devices", "1")), path)
+        chosen = () if job.is_script else ("--strategy", strategy)
+        return job.command(Cell(name="", flags=("--devices", "1", *chosen)), path)
 
     with notifier(screen) as notify, advice_on_failure(folder):
         measured = {ranks, *forecast.chosen(devices, batch)} - {0}

@@ -150,13 +150,8 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
     *gaps, tail = profile.seconds.T
     cost = 1 + network.outer(ranks).beside
     # From the moment when all gradients are ready: the optimizer's step, then the next step up to that moment.
-    now_s, since, computed_s, left_s, later_s = (
-        0.0,
-        np.zeros_like(tail),
-        0.0,
-        0.0,
-        0.0,
-    )  # left: of exchanges in progress
+    now_s, since, computed_s = 0.0, np.zeros_like(tail), 0.0
+    left_s, later_s = 0.0, 0.0  # of exchanges in progress; of those after the last prefetch
 
     def compute() -> None:
         """Advance until the slowest rank has computed `since`."""
@@ -174,7 +169,6 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
             compute()
             seconds = network.collective_s(collective)
             if collective.is_awaited or collective.is_prefetch:
-                # Of the exchanges in progress, those after the last prefetch may go on beside computation.
                 waited_s = left_s if collective.is_awaited else max(0.0, left_s - later_s)
                 now_s, left_s, later_s = now_s + waited_s, left_s - waited_s, min(later_s, left_s - waited_s)
                 since, computed_s = np.zeros_like(since), 0.0
