@@ -867,11 +867,11 @@ an exchange costs computation nothing: compare/timeline.py
 each micro-batch exchanges its gradients: compare/traffic.py
 - if point[0] != GRADIENT or last[point] == number
 + if True
-= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[local-sgd-4]
+= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[local-sgd]
 a forecast averages no optimizer state: compare/traffic.py
 - parameter.bytes + parameter.state_bytes for
 + parameter.bytes for
-= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[fsdp in pairs-4]
+= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[fsdp in pairs]
 groups of ranks do not sum their shards: compare/traffic.py
 - if size < ranks:
 + if False:

@@ -172,7 +172,8 @@ def _probed(
     yield from _pass(steps)
     costs |= _timed(measurement, loop, begun, counts)
     if method is not None:
-        if (parallel := loop.config.parallel).exchange != "full" or KINDS[parallel.strategy].divides_state:
+        parallel = loop.config.parallel
+        if parallel.exchange != "full" or KINDS[resolved(parallel.strategy, distributed=True)].divides_state:
             raise RequestError(
                 "Forecasts take the method from the command, as in lockstep forecast --strategy zero1 …: leave "
                 "strategy= and exchange= out of lockstep.session."
@@ -336,7 +337,7 @@ def _sent_bytes(loop: Loop, exchanges: Clock) -> float | None:
     from .traffic import Profile, bytes_a_step
 
     prepared, method = loop.prepared, loop.config.parallel
-    if prepared.world.size == 1 or KINDS[method.strategy].divides_weights:
+    if prepared.world.size == 1 or KINDS[resolved(method.strategy, distributed=True)].divides_weights:
         return None
     return bytes_a_step(Profile.of(0, exchanges.profile() | facts_of(prepared, method)), prepared.world.size)
 
