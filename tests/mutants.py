@@ -878,9 +878,21 @@ an exchange costs computation nothing: compare/timeline.py
 - both_s * cost
 + both_s
 = unit/test_forecast.py::test_of_micro_batches_the_last_ones_gradients_are_exchanged
-each micro-batch exchanges its gradients: compare/forecast.py
+each micro-batch exchanges its gradients: compare/traffic.py
 - if point[0] != GRADIENT or last[point] == number
 + if True
+= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[local-sgd]
+a forecast averages no optimizer state: compare/traffic.py
+- parameter.bytes + parameter.state_bytes for
++ parameter.bytes for
+= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[fsdp in pairs]
+groups of ranks do not sum their shards: compare/traffic.py
+- if size < ranks:
++ if False:
+= unit/test_forecast.py::test_memory_is_what_a_method_leaves_to_a_rank
+a forecast gathers no block: compare/traffic.py
+- + max(blocks.values(), default=0.0)
++ + 0.0
 = ranks/test_measured.py::test_a_lone_rank_meets_the_exchanges_that_ranks_make
 a forecast sees no BatchNorm: compare/clock.py
 - if synchronous(module) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.compare import forecast, networks, records, timeline, trials
+from lockstep.compare import forecast, networks, records, timeline, traffic, trials
 from lockstep.compare.clock import Clock, mark_exchanges
 from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
 from lockstep.compare.records import Record
-from lockstep.compare.timeline import FREE, GATHER, GRADIENT, REDUCE, Link, Network, Point, Profile
+from lockstep.compare.timeline import FREE, Link, Network
+from lockstep.compare.traffic import BLOCK, GATHER, GRADIENT, REDUCE, Parameter, Point, Profile
 from lockstep.compare.trials import Trial
 from lockstep.errors import RequestError, RunError
 
@@ -60,7 +62,7 @@ def test_a_bucket_that_is_sent_in_time_costs_nothing_and_the_last_one_all() -> N
     slow = network(10 * MB)
     assert timeline.step_s(profile(points, step), 2, FREE) == pytest.approx(3.5)
     assert timeline.step_s(profile(points, step), 2, slow) == pytest.approx(3.5 + 2.6)
-    assert profile(points, step).bytes_a_step == 28 * MB
+    assert traffic.bytes_a_step(profile(points, step), 2) == 28 * MB
     # An exchange of statistics is waited for wherever it stands.
     points = [Point(GATHER, 100), Point(GATHER, 100), Point(GRADIENT, 1)]
     latency = network(math.inf, 0.1)
@@ -78,6 +80,54 @@ def test_what_computation_and_an_exchange_cost_one_another_counts_while_both_are
         assert timeline.step_s(waited_for, 2, between) == pytest.approx(4.5 + beside / 2)
     wire = Link.of(10 * MB, 0.0)
     assert wire.behind(Link(wire.points, beside=0.5)).beside == pytest.approx(0.25), "a wire needs no processor"
+
+
+def sharded(**more: Any) -> Profile:
+    """Return a step of 2 + 3 + 1 s: two blocks of 4 MB, forward and backward, and the optimizer's step."""
+    points = [Point(BLOCK, 0, 0), Point(BLOCK, 0, 1), Point(BLOCK, 0, 1), Point(GRADIENT, 4 * MB, 1)]
+    points += [Point(BLOCK, 0, 0), Point(GRADIENT, 4 * MB, 0)]
+    weights = tuple(Parameter((4, 1), 4 * MB, True, 8 * MB, block) for block in (0, 1))
+    seconds = np.array([[0.0, 1.0, 1.0, 1.5, 0.0, 1.5, 1.0]])
+    return Profile(batch=8, points=tuple(points), seconds=seconds, parameters=weights, strategy="fsdp", **more)
+
+
+def test_blocks_are_gathered_while_the_last_one_computes_on_gpus_alone() -> None:
+    # Over two ranks, 0.2 s for a gather, as much for a reduce-scatter, and 0.4 s for gloo's, which is an all-reduce.
+    link = network(10 * MB)
+    assert timeline.step_s(sharded(), 2, link) == pytest.approx(6 + 4 * 0.2 + 2 * 0.4)
+    # The first gather and the last sum are waited for; block 1 goes back to back, so that nothing hides its second one.
+    assert timeline.step_s(sharded(on_gpu=True), 2, link) == pytest.approx(6 + 0.2 + 0.2)
+    assert traffic.bytes_a_step(sharded(on_gpu=True), 2) == pytest.approx(1.5 * 8 * MB)
+    pairs = sharded(on_gpu=True, shard_size=2)
+    assert traffic.bytes_a_step(pairs, 4) == pytest.approx(1.5 * 8 * MB + 4 * MB), "and shards among two pairs"
+    nodes = Network(between=Link.of(10 * MB, 0.0), within=ENDLESS, per_node=2)
+    assert timeline.step_s(pairs, 4, nodes) == pytest.approx(6 + 0.4), "both shards cross one link"
+
+
+def test_weights_are_sent_after_the_optimizers_step() -> None:
+    zero1 = replace(sharded(), strategy="zero1")
+    trees = network(10 * MB, has_trees=True)
+    for link, seconds in ((network(10 * MB), 2 * 0.4 + 2 * 0.4 + 0.0), (trees, 2 * 0.4 + 2 * 0.4)):
+        sums_s = timeline.step_s(replace(zero1, strategy="ddp"), 2, link)
+        assert timeline.step_s(zero1, 2, link) - sums_s == pytest.approx(seconds / 2)
+    assert traffic.bytes_a_step(zero1, 4) == pytest.approx((2 + 1) * 3 / 4 * 8 * MB)
+
+
+def test_memory_is_what_a_method_leaves_to_a_rank() -> None:
+    def memory(ranks: int = 2, **more: Any) -> float:
+        return traffic.memory_bytes(replace(sharded(), **more), ranks, 100 * MB) / MB
+
+    assert memory(1) == memory(strategy="ddp") == 100
+    assert memory(strategy="zero1") == memory(4, strategy="zero1") == 100 - 8, "two parameters have two owners"
+    assert memory(4) == 100 - 3 / 4 * (8 + 8 + 16) + (4 + 4)
+    assert memory(8) == memory(4), "each shard has a row"
+    assert memory(4, shard_size=2) == 100 - 1 / 2 * 32 + 8
+    # A parameter of four numbers, as it is here, in 16 bits.
+    assert memory(strategy="ddp", exchange="bf16") == pytest.approx(100 + 2 * 2 * 4 / MB)
+    assert memory(strategy="ddp", exchange="local-sgd") == 100 + 8
+    assert memory(strategy="ddp", exchange="diloco") == 100 + 16
+    low_rank = tuple(parameter._replace(low_rank=1) for parameter in sharded().parameters)
+    assert memory(strategy="ddp", exchange="powersgd", parameters=low_rank) == 100 + 16
 
 
 def test_ranks_wait_for_the_slowest_between_any_two_exchanges() -> None:
@@ -247,6 +297,8 @@ def test_what_doctor_has_found_is_a_link(tmp_path: Path) -> None:
         ("digits --network 1GbE --devices 4:2", "--devices 4:2: give a range such as 1:1024"),
         ("digits --network 1GbE --price -1", "--price -1.0: give 0 or more"),
         ("digits --network 1GbE --compile", "leave out --compile"),
+        ("digits --network 1GbE --strategy dp", "forecasts are of ddp or zero1 or fsdp"),
+        ("digits --network 1GbE --strategy fsdp --shard-size 4 --devices 8,10", "--devices 4,8"),
         ("digits --network 1GbE --accelerator cpu --per-node 8", "--per-node 8: there is no GPU"),
     ],
 )
@@ -279,4 +331,4 @@ def test_of_two_models_that_are_alike_both_exchange_their_gradients() -> None:
             model(x).sum().backward()
         clock.end_step()
     seen = {**told(0.5), "profile": clock.profile()}
-    assert forecast.share(2, 8, [seen]).profile.bytes_a_step == 2 * 110 * 4
+    assert traffic.bytes_a_step(forecast.share(2, 8, [seen]).profile, 2) == 2 * 110 * 4

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..compare import forecast, networks, records, tables
 from ..compare.forecast import Cluster
 from ..compare.grid import Cell, Words
 from ..compare.networks import Links
+from ..config import registry
 from ..config.options import flatten
 from ..errors import RequestError, counted
 from ..files import shown, understanding
@@ -36,10 +39,16 @@ def main(words: list[str]) -> int:
         )
     if base.precision.compile:
         raise RequestError("lockstep forecast cannot measure a compiled model; leave out --compile.")
-    if not job.is_script and base.parallel.strategy not in ("auto", "ddp"):
-        raise RequestError(f"--strategy {base.parallel.strategy}: forecasts are of ddp (and of dp beside it).")
-    if base.parallel.exchange != "full":
-        raise RequestError(f"--exchange {base.parallel.exchange}: forecasts are of full gradients; leave it out.")
+    strategy, size = registry.resolved(base.parallel.strategy, distributed=True), base.parallel.shard_size or 1
+    if not registry.KINDS[strategy].process_per_device:
+        raise RequestError(
+            f"--strategy {strategy}: forecasts are of {registry.per_device()}; on the GPUs of one node, of dp as well."
+        )
+    if undivided := [count for count in devices if count > 1 and count % size]:
+        raise RequestError(
+            f"--shard-size {size} does not divide {undivided[0]} ranks into equal groups; give multiples of it, as in "
+            f"--devices {size},{2 * size}."
+        )
     within = networks.links("--within", options.get("--within", "PCIe4"))
     # If --network is a run: its ranks and step times.
     ranks, step_s = _recorded(Path(network), job) if Path(network).is_dir() else (0, [])
@@ -51,8 +60,8 @@ def main(words: list[str]) -> int:
     batch = None if job.is_script else base.batch.size
 
     def command(ranks: int, path: Path) -> Words:
-        strategy = () if job.is_script else ("--strategy", "ddp")
-        return job.command(Cell(name="", flags=("--devices", "1", *strategy)), path)
+        chosen = () if job.is_script else ("--strategy", strategy)
+        return job.command(Cell(name="", flags=("--devices", "1", *chosen)), path)
 
     with notifier(screen) as notify, advice_on_failure(folder):
         measured = {ranks, *forecast.chosen(devices, batch)} - {0}
@@ -89,17 +98,30 @@ def main(words: list[str]) -> int:
 
 def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
     """Return a run's ranks and logged step times. Raises `RequestError` for another job."""
-    run, base = records.load(folder), job.config()
+    run, options = records.load(folder), flatten(job.config())
     with understanding(folder):
         ranks, step_s = int(run.record.plan.get("ranks", 1)), run.record.step_s[1:]
+        is_alike = _method(run.options) == _method(options)
+    if not is_alike:
+        raise RequestError(
+            f"{shown(folder)} exchanged by another method than this job: give both the same --strategy and --exchange, "
+            "with the same options."
+        )
     if not job.is_script:
-        records.check_one_job([records.Run(name="this job", folder=folder, options=flatten(base)), run], "batch")
+        records.check_one_job([records.Run(name="this job", folder=folder, options=options), run], "batch")
     if ranks < 2 or len(step_s) < 2:
         raise RequestError(
             f"{shown(folder)} does not describe links: it had {counted(ranks, 'rank')}, and logged "
             f"{counted(len(step_s), 'interval')} of its steps after the first; give a run of several, with --log-every."
         )
     return ranks, step_s
+
+
+def _method(options: Mapping[str, Any]) -> list[Any]:
+    """Return the options that decide what ranks exchange."""
+    strategy = registry.resolved(options.get("strategy") or "auto", distributed=True)
+    keys = ("exchange-every", "powersgd-rank", "shard-size", "shard-reshard")
+    return [strategy, options.get("exchange") or "full", *(options.get(key) or None for key in keys)]
 
 
 def _length(count: int) -> str:

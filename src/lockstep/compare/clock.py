@@ -124,15 +124,19 @@ class MarkedProgress(Progress):
     folder, failed = _forwarded("folder"), _forwarded("failed")
 
 
-def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -> list[RemovableHandle]:
+def mark_exchanges(
+    models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool, blocks: Iterable[nn.Module] = ()
+) -> list[RemovableHandle]:
     """Hook the models so that the clock marks each exchange between ranks. Returns the hooks.
 
-    A mark is (kind, bytes a rank sends, the parameter's number).
+    A mark is (kind, bytes of the statistics or gradient, number of the block or parameter). Marks where the forward and
+    the backward pass of each of the `blocks` begins.
     """
+    import torch
     from torch import nn
 
     from ..nn.sync_batchnorm import synchronous
-    from .timeline import GATHER, GRADIENT, REDUCE
+    from .traffic import BLOCK, GATHER, GRADIENT, REDUCE
 
     def marker(kind: str, size_bytes: int, number: int = -1) -> Any:
         return lambda *_: clock.mark((kind, size_bytes, number))
@@ -146,7 +150,29 @@ def mark_exchanges(models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool) -
             kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
             output.register_hook(marker(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
-    hooks: list[RemovableHandle] = []
+    def mark_block(number: int, module: nn.Module) -> list[RemovableHandle]:
+        mark = marker(BLOCK, 0, number)
+
+        def mark_backward(module: Any, _: Any, output: Any) -> None:
+            tensors = (
+                output
+                if isinstance(output, tuple | list)
+                else [*output.values()]
+                if isinstance(output, dict)
+                else [output]
+            )
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(mark)  # type: ignore[no-untyped-call]
+                    return
+
+        def mark_forward(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                mark()
+
+        return [module.register_forward_pre_hook(mark_forward), module.register_forward_hook(mark_backward)]
+
+    hooks = [hook for number, module in enumerate(blocks) for hook in mark_block(number, module)]
     joint = nn.ModuleList(models)  # a parameter that models share counts once
     for module in joint.modules():
         if synchronous(module) is not None:

@@ -22,13 +22,14 @@ from ..errors import RequestError, RunError
 from ..files import write_json, write_whole
 from ..record.console import duration
 from ..verify import commands
-from . import charts, networks, numbers, records, tables, timeline, trials
+from . import charts, networks, numbers, records, tables, timeline, traffic, trials
 from .grid import Words
 from .networks import Links
 from .numbers import Interval
 from .records import Record
 from .tables import Column
-from .timeline import FREE, GRADIENT, Link, Network, Point, Profile
+from .timeline import FREE, Link, Network
+from .traffic import Profile
 
 _PASSES, _MOST_MEASURED = 2, 5
 USUAL_S, LIMIT_S = 20.0, 600.0  # of a measurement: usual time (a start and four seconds of steps), and limit
@@ -83,7 +84,7 @@ class Forecast(NamedTuple):
     epoch_s: float | None
     cost: float | None  # of the whole run, in the price's unit
     memory_bytes: float  # of a device
-    bytes_a_step: int
+    bytes_a_step: int  # that a device sends, as a mean over devices and steps
     losses_s: dict[str, float]  # of a step, by `LOSSES`: with an N-th of one device's step they sum to it
     dp_speed_up: float | None  # under dp instead; None if impossible
 
@@ -109,6 +110,7 @@ COLUMNS = (
     Column("efficiency", "efficiency", "{:.0%}"),
     Column("epoch, s", "epoch_s", tables.brief),
     Column("memory", "memory_bytes", tables.gib),
+    Column("bytes a step", "bytes_a_step", "{:,}"),
     Column("cost", "cost", "{:,.2f}"),
     Column("dp", "dp_speed_up", "{:.3g}"),
     Column("limited by", "limit"),
@@ -211,27 +213,17 @@ def share(ranks: int, batch: int, costs: Sequence[dict[str, Any]]) -> Share:
 
     Raises `RunError` if their steps differ.
     """
-    merged = [_merged(cost["profile"]) for cost in costs]
-    points = merged[0][0]
-    if any(other != points for other, _ in merged):
+    profiles = [Profile.of(math.ceil(batch / ranks), cost["profile"]) for cost in costs]
+    if any(profile.points != profiles[0].points for profile in profiles):
         raise RunError("The job's steps are not the same from one process to the next: there is no step to forecast.")
     means = tuple(statistics.fmean(cost["step_s"]) for cost in costs)
     # Recording the points takes time: a step's duration is that of the unrecorded steps.
-    seconds = [gaps_s * (mean_s / gaps_s.sum(1).mean()) for (_, gaps_s), mean_s in zip(merged, means, strict=True)]
+    scaled = [
+        profile.scaled(mean_s / profile.step_s, profile.batch) for profile, mean_s in zip(profiles, means, strict=True)
+    ]
     memory_bytes = max(peak["device"] or peak["host"] for peak in (cost["peak_memory_bytes"] for cost in costs))
-    profile = Profile(batch=math.ceil(batch / ranks), points=points, seconds=np.concatenate(seconds))
+    profile = replace(profiles[0], seconds=np.concatenate([profile.seconds for profile in scaled]))
     return Share(ranks, profile, means, memory_bytes)
-
-
-def _merged(profile: dict[str, Any]) -> tuple[tuple[Point, ...], np.ndarray]:
-    """Return points and seconds; drop the gradients of earlier micro-batches, which are not exchanged."""
-    points = [tuple(point) for point in profile["points"]]
-    seconds = np.array(profile["seconds"])
-    last = {point: number for number, point in enumerate(points)}
-    exchanged = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
-    ends = [0, *(number + 1 for number in exchanged), len(points) + 1]
-    columns = [seconds[:, begin:end].sum(1) for begin, end in itertools.pairwise(ends)]
-    return tuple(Point(points[number][0], int(points[number][1])) for number in exchanged), np.stack(columns, 1)
 
 
 def fitted(cluster: Cluster, share: Share, step_s: Sequence[float], *, has_trees: bool) -> Links:
@@ -294,8 +286,8 @@ def _row(shares: Sequence[Share], job: Job, cluster: Cluster, devices: int, erro
         losses_s = {name: round(b - a, 9) + 0.0 for name, a, b in zip(LOSSES, stages, stages[1:], strict=False)}
         if job.on_gpu and devices <= cluster.per_node:
             dp_speed_up = one_s / timeline.data_parallel_s(profile, devices, middle)
-    rate, bytes_a_step = job.batch / step_s, profile.bytes_a_step if devices > 1 else 0
-    sizes = (epoch_s, cost, memory_bytes, bytes_a_step)
+    rate, bytes_a_step = job.batch / step_s, round(traffic.bytes_a_step(profile, devices))
+    sizes = (epoch_s, cost, traffic.memory_bytes(profile, devices, memory_bytes), bytes_a_step)
     return Forecast(devices, profile.batch, times, speed_up, rate, *sizes, losses_s, dp_speed_up)
 
 

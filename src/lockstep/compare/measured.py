@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from .. import hardware
-from ..config.registry import KINDS
-from ..config.schema import RunConfig
+from ..config.options import override
+from ..config.registry import EXCHANGE_EVERY, KINDS, POWERSGD_RANK, resolved
+from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, RunError
 from ..files import write_json
 from ..nn.attach import gate_schedule
@@ -32,8 +33,10 @@ from .clock import Clock, MarkedProgress, mark_exchanges
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from ..runs.loop import Loop
+    from ..runs.prepared import Prepared
     from ..sessions.session import Session
     from ..world.world import World
 
@@ -45,31 +48,34 @@ WARM_UP, _WARM_S = 3, 1.0
 """Steps (the second counts operations), then seconds at full speed, since first allocations are slow."""
 _TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # default duration of timed steps; their least and greatest number
 _UNSYNCHRONISED = 0.5  # steps without exchange, as a share of the timed steps
+_METHOD_OPTIONS = ("exchange_every", "powersgd_rank", "powersgd_start", "shard_size")
 _MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
 Job = Callable[[RunConfig, "World", Hooks], Any]
 Course = Callable[["Measurement"], Generator[None, Any, None]]
 
 
-def measure(
-    job: Job, steps: int, config: RunConfig, world: World, *, draws: str = "global", is_profiled: bool = False
-) -> None:
+def measure(job: Job, steps: int, config: RunConfig, world: World, *, draws: str = "global") -> None:
     """Measure steps of a job; write the costs to its folder (*collective*).
 
     The first `COMPARED` steps draw by `draws` ("" for the job's option), the others by the job's option. Times `steps`
-    steps; 0: as many as fill `_TIMED_S`. If `is_profiled`, as many steps again record the place of each exchange, and
-    none run without exchange. Raises the job's errors, and `RunError` if the job ends early.
+    steps; 0: as many as fill `_TIMED_S`. Raises the job's errors, and `RunError` if the job ends early.
     """
-    _watch(job, config, Measurement(world, partial(_probed, steps=steps, is_profiled=is_profiled), draws=draws))
+    _watch(job, config, Measurement(world, partial(_probed, steps=steps), draws=draws))
 
 
 def measure_share(job: Job, ranks: int, config: RunConfig, world: World) -> None:
     """Measure one rank alone as the first of `ranks`. Raises as `measure` does.
 
-    Computes that rank's share with the code for several ranks; exchanges nothing.
+    Computes that rank's share with the code for several ranks, and whole weights; exchanges nothing. The method of
+    `config` decides what else is recorded.
     """
     topology = dataclasses.replace(world.topology, size=ranks)
     alone = dataclasses.replace(world, topology=topology, group=None, memory=None)
-    measure(job, 0, config, alone, draws="", is_profiled=True)
+    method = config.parallel
+    plain = override(
+        config, strategy="ddp", exchange="full", **dict.fromkeys(_METHOD_OPTIONS), shard_modules=(), shard_reshard=True
+    )
+    _watch(job, plain, Measurement(alone, partial(_probed, steps=0, method=method)))
 
 
 def race(job: Job, address: str, config: RunConfig, world: World) -> None:
@@ -129,8 +135,13 @@ def _watch(job: Job, config: RunConfig, measurement: Measurement) -> None:
         )
 
 
-def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Generator[None, Session, None]:
-    """Time steps after a warm-up, then steps without exchange or with its places; write the costs."""
+def _probed(
+    measurement: Measurement, steps: int, *, method: ParallelConfig | None = None
+) -> Generator[None, Session, None]:
+    """Time steps after a warm-up, then as many without exchange; write the costs.
+
+    With a `method`, of a rank alone: the last steps record the place of each of that method's exchanges.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     world, clock = measurement.world, measurement.clock
@@ -151,7 +162,7 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     exchanges.end_step()
     for hook in hooks:
         hook.remove()
-    counts = {"bytes": _sent_bytes(exchanges.profile()["points"]), "flops": counter.get_total_flops()}
+    counts = {"bytes": _sent_bytes(loop, exchanges), "flops": counter.get_total_flops()}
     yield
     while (missing := _number_in(measurement, _WARM_S) - (measurement.steps - warm_up)) > 0:
         yield from _pass(missing)
@@ -161,14 +172,19 @@ def _probed(measurement: Measurement, steps: int, *, is_profiled: bool) -> Gener
     clock.restart()
     yield from _pass(steps)
     costs |= _timed(measurement, loop, begun, counts)
-    if is_profiled:  # one rank of several, alone
-        if not _sends_gradients(loop):
-            raise RequestError("Forecasts are of ddp and full gradients: leave strategy= and exchange= out.")
+    if method is not None:
+        parallel = loop.config.parallel
+        if parallel.exchange != "full" or KINDS[resolved(parallel.strategy, distributed=True)].divides_state:
+            raise RequestError(
+                "Forecasts take the method from the command, as in lockstep forecast --strategy zero1 …: leave "
+                "strategy= and exchange= out of lockstep.session."
+            )
         measurement.progress.clock = None
-        mark_exchanges(models, clock, on_gpu=on_gpu)
+        blocks = blocks_of(models, method)
+        mark_exchanges(models, clock, on_gpu=on_gpu, blocks=blocks)
         clock.restart()
         yield from _pass(steps)
-        costs["profile"] = clock.profile()
+        costs["profile"] = clock.profile() | facts_of(loop.prepared, method, blocks)
     else:
         loop.confirm()
         costs["proof"] = loop.checks.outcomes()
@@ -198,7 +214,7 @@ def _used(world: World, loop: Loop) -> tuple[float, float]:
     return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=world.topology.local_rank == 0)
 
 
-def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], counts: dict[str, int]) -> dict[str, Any]:
+def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], counts: dict[str, Any]) -> dict[str, Any]:
     """Return the timed steps' costs over all ranks (*collective*). `begun` is `_used` before them."""
     import torch
 
@@ -222,7 +238,7 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
         "peak_memory_bytes": {"host": host, "device": device or None},
         "flops_a_step": flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
-        "bytes_a_step": counts["bytes"] if world.size > 1 and _sends_gradients(loop) else None,
+        "bytes_a_step": counts["bytes"],
     }
 
 
@@ -261,18 +277,61 @@ def _signal_workers(number: int) -> None:
                 os.kill(worker.pid, number)
 
 
-def _sends_gradients(loop: Loop) -> bool:
-    """Return whether gradients are all that is sent, as they are: zero1 also sends weights."""
-    parallel = loop.config.parallel
-    return parallel.exchange == "full" and not (parallel.strategy in KINDS and KINDS[parallel.strategy].divides_state)
+def blocks_of(models: Sequence[nn.Module], method: ParallelConfig) -> list[nn.Module]:
+    """Return the modules that fsdp would gather one at a time; inner ones last. None under other strategies."""
+    from ..exchange.blocks import find_blocks, with_forward
+
+    if not KINDS[resolved(method.strategy, distributed=True)].divides_weights:
+        return []
+    found = ((*with_forward(model), *find_blocks(model, method.shard_modules)) for model in models)
+    return [*dict.fromkeys(module for modules in found for module in modules)]
 
 
-def _sent_bytes(points: list[tuple[str, int, int]]) -> int:
-    """Return the bytes that a rank sends per step. Gradients count once, not per micro-batch."""
-    from .timeline import GRADIENT
+def facts_of(prepared: Prepared, method: ParallelConfig, blocks: Sequence[nn.Module] = ()) -> dict[str, Any]:
+    """Return the fields of a `traffic.Profile` that do not depend on time."""
+    import torch
+    from torch import nn
 
-    gradients = {number: size_bytes for kind, size_bytes, number in points if kind == GRADIENT}
-    return sum(gradients.values()) + sum(size_bytes for kind, size_bytes, _ in points if kind != GRADIENT)
+    from ..exchange.powersgd import PowerSGD
+
+    sizes = {
+        parameter: sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+        for optimizer in prepared.optimizers
+        for parameter, state in optimizer.state.items()
+    }
+    block_of = {parameter: number for number, block in enumerate(blocks) for parameter in block.parameters()}
+    codec = PowerSGD(prepared.world, rank=method.powersgd_rank or POWERSGD_RANK, start=0)
+    parameters = [
+        (
+            *([*parameter.shape], parameter.nbytes, parameter.requires_grad, sizes.get(parameter, 0)),
+            block_of.get(parameter, -1) if parameter.dim() else -1,  # torch does not divide scalars
+            codec.rank_of(parameter),
+        )
+        for parameter in nn.ModuleList(prepared.models.values()).parameters()
+    ]
+    steps, every = prepared.source.steps() if prepared.source else None, method.exchange_every or EXCHANGE_EVERY
+    buffers = [buffer for model in prepared.groups.values() for buffer in model.buffers() if buffer.is_floating_point()]
+    averages = [parameter for average in prepared.averages for parameter in average.module.parameters()]
+    return {
+        "strategy": resolved(method.strategy, distributed=True),
+        "exchange": method.exchange,
+        "every": steps / math.ceil(steps / every) if steps else every,  # ranks exchange at the end of an epoch, too
+        "shard_size": method.shard_size,
+        "reshards": method.shard_reshard,
+        "on_gpu": prepared.world.device.type == "cuda",
+        "parameters": parameters,
+        "buffer_bytes": sum(tensor.nbytes for tensor in (*buffers, *averages)),
+    }
+
+
+def _sent_bytes(loop: Loop, exchanges: Clock) -> float | None:
+    """Return the bytes that a rank sends per step; None for one rank, and for weights that are divided."""
+    from .traffic import Profile, bytes_a_step
+
+    prepared, method = loop.prepared, loop.config.parallel
+    if prepared.world.size == 1 or KINDS[resolved(method.strategy, distributed=True)].divides_weights:
+        return None
+    return bytes_a_step(Profile.of(0, exchanges.profile() | facts_of(prepared, method)), prepared.world.size)
 
 
 def _joules(gpus: list[Any], *, has_processors: bool) -> float:

@@ -1,69 +1,20 @@
 """The time of one step on several ranks.
 
-A measured step is a list of points: BatchNorm exchanges its statistics, or a gradient is ready. Between two points is
-computation, with one sample per measured step. docs/forecast.md describes the layout of N ranks. No parameter is fitted
-to a measured step of several ranks.
+Between two points of a measured step is computation, with one sample per measured step; `traffic` has the exchanges of
+several ranks at these points. docs/forecast.md describes the layout of N ranks. No parameter is fitted to a measured
+step of several ranks.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-"""DistributedDataParallel's defaults (torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb`)."""
-GATHER, REDUCE, GRADIENT = "gather", "reduce", "gradient"
-
-
-class Point(NamedTuple):
-    """An exchange in a step, and the bytes that a rank sends.
-
-    Ranks wait for a `GATHER` or `REDUCE`, but not for a `GRADIENT`.
-    """
-
-    kind: str
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """Measured steps of one rank, with `batch` samples each."""
-
-    batch: int
-    points: tuple[Point, ...]
-    seconds: np.ndarray
-    """(steps, points + 1): of computation before each point, from the end of the last step; then after all points."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a mean step."""
-        return float(self.seconds.sum(1).mean())
-
-    @property
-    def bytes_a_step(self) -> int:
-        """Bytes that a rank sends in a step."""
-        return sum(point.bytes for point in self.points)
-
-    def scaled(self, factor: float, batch: int) -> Profile:
-        """Return the profile with all seconds times `factor`, for another batch."""
-        return replace(self, seconds=self.seconds * factor, batch=batch)
-
-    @property
-    def buckets(self) -> dict[int, int]:
-        """{number of the point that sends a bucket of gradients: its bytes}."""
-        gradients = [(number, point.bytes) for number, point in enumerate(self.points) if point.kind == GRADIENT]
-        buckets: dict[int, int] = {}
-        filled_bytes, limit = 0, FIRST_BUCKET_BYTES
-        for number, size_bytes in gradients:
-            filled_bytes += size_bytes
-            if filled_bytes >= limit or number == gradients[-1][0]:
-                buckets[number] = filled_bytes
-                filled_bytes, limit = 0, BUCKET_BYTES
-        return buckets
+from .traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, END, GRADIENT, Collective, Profile, traffic
 
 
 @dataclass(frozen=True)
@@ -142,6 +93,31 @@ class Network:
         """Return the seconds of an all-gather in a ring. `size_bytes` are each rank's."""
         return max(0.0, self._around_s(size_bytes, ranks) + (ranks - 1) * self.outer(ranks).gather_s)
 
+    def broadcast_s(self, size_bytes: float, ranks: int) -> float:
+        """Return the seconds of a broadcast: around a ring in small pieces (NCCL), or along a binomial tree (gloo)."""
+        if self.has_trees:
+            return self._hops_s(ranks) + self._transfer_s(size_bytes, ranks)
+        return math.ceil(math.log2(ranks)) * (self.outer(ranks).latency_s + self._transfer_s(size_bytes, ranks))
+
+    def collective_s(self, collective: Collective) -> float:
+        """Return the seconds of a collective, as a mean over steps."""
+        network, size_bytes, ranks = self, collective.bytes, collective.ranks
+        if not size_bytes:
+            return 0.0
+        if collective.stride > 1:
+            network = replace(self, per_node=max(1, self.per_node // collective.stride))
+            if network._nodes(ranks) > 1:  # through the node's link, together with their like
+                size_bytes *= min(collective.stride, self.per_node)
+        if collective.kind == ALL_REDUCE:
+            seconds = network.all_reduce_s(size_bytes, ranks)
+        elif collective.kind == BROADCAST:
+            seconds = network.broadcast_s(size_bytes, ranks)
+        elif collective.kind == ALL_GATHER:
+            seconds = network.all_gather_s(size_bytes / ranks, ranks)
+        else:
+            seconds = network._around_s(size_bytes / ranks, ranks)
+        return collective.share * seconds
+
     def outer(self, ranks: int) -> Link:
         """Return the outermost link that the ranks need."""
         return self.between if self._nodes(ranks) > 1 else self.within
@@ -151,11 +127,11 @@ class Network:
         return replace(self, between=self.between.instant(), within=self.within.instant())
 
     def _around_s(self, size_bytes: float, ranks: int) -> float:
-        if ranks == 1:
-            return 0.0
+        return self._hops_s(ranks) + (ranks - 1) * self._transfer_s(size_bytes, ranks) if ranks > 1 else 0.0
+
+    def _hops_s(self, ranks: int) -> float:
         between = self._nodes(ranks) - 1
-        hops_s = between * self.between.latency_s + (ranks - 1 - between) * self.within.latency_s
-        return hops_s + (ranks - 1) * self._transfer_s(size_bytes, ranks)
+        return between * self.between.latency_s + (ranks - 1 - between) * self.within.latency_s
 
     def _nodes(self, ranks: int) -> int:
         return math.ceil(ranks / self.per_node)
@@ -174,7 +150,8 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
     *gaps, tail = profile.seconds.T
     cost = 1 + network.outer(ranks).beside
     # From the moment when all gradients are ready: the optimizer's step, then the next step up to that moment.
-    now_s, since, computed_s, left_s = 0.0, tail.copy(), 0.0, 0.0  # left: of exchanges in progress
+    now_s, since, computed_s = 0.0, np.zeros_like(tail), 0.0
+    left_s, later_s = 0.0, 0.0  # of exchanges in progress; of those after the last prefetch
 
     def compute() -> None:
         """Advance until the slowest rank has computed `since`."""
@@ -183,17 +160,22 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
         both_s = min(more_s, left_s)
         now_s, computed_s, left_s = now_s + both_s * cost + more_s - both_s, computed_s + more_s, left_s - both_s
 
-    buckets = profile.buckets
-    for number, (point, gap) in enumerate(zip(profile.points, gaps, strict=True)):
+    by_moment: defaultdict[int, list[Collective]] = defaultdict(list)
+    for collective in traffic(profile, ranks):
+        by_moment[collective.moment].append(collective)
+    for moment, gap in enumerate((tail, *gaps), END):
         since += gap
-        if point.kind != GRADIENT:
-            exchange = network.all_gather_s if point.kind == GATHER else network.all_reduce_s
+        for collective in by_moment.get(moment, ()):
             compute()
-            now_s += left_s + exchange(point.bytes, ranks)
-            since, computed_s, left_s = np.zeros_like(since), 0.0, 0.0
-        elif size_bytes := buckets.get(number):
-            compute()
-            left_s += network.all_reduce_s(size_bytes, ranks)
+            seconds = network.collective_s(collective)
+            if collective.is_awaited or collective.is_prefetch:
+                waited_s = left_s if collective.is_awaited else max(0.0, left_s - later_s)
+                now_s, left_s, later_s = now_s + waited_s, left_s - waited_s, min(later_s, left_s - waited_s)
+                since, computed_s = np.zeros_like(since), 0.0
+            if collective.is_awaited:
+                now_s += seconds
+            else:
+                left_s, later_s = left_s + seconds, 0.0 if collective.is_prefetch else later_s + seconds
     compute()
     return now_s + left_s
 

@@ -42,6 +42,8 @@ KINDS = {
 }
 RARE = {"local-sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 """Exchanges of weights every few steps: the outer step's learning rate and momentum; diloco's of its section 3.1."""
+POWERSGD_RANK, EXCHANGE_EVERY = 4, 100
+"""Defaults: of powersgd, as in the paper's larger experiments; of `RARE`."""
 UNSCALED = ("powersgd", *RARE)
 """Exchanges that need each step's gradients in one scale on all ranks, so none of fp16's loss scaling."""
 EXCHANGES = ("full", "bf16", "fp16", *UNSCALED)

@@ -17,8 +17,6 @@ from .compress import WIRES
 from .powersgd import PowerSGD
 from .rare import Rare
 
-_RANK, _EVERY = 4, 100  # of powersgd, as in the paper's larger experiments; of local-sgd and diloco
-
 
 @dataclass(frozen=True)
 class Method:
@@ -71,10 +69,11 @@ def exchange_of(world: World, config: ParallelConfig) -> Exchange:
         return Exchange(world)
     if name in registry.RARE:
         lr, momentum = registry.RARE[name]
-        return Rare(world, every=config.exchange_every or _EVERY, lr=lr, momentum=momentum)
+        return Rare(world, every=config.exchange_every or registry.EXCHANGE_EVERY, lr=lr, momentum=momentum)
     options: dict[str, Any] = {"wire": WIRES[name]} if name in WIRES else {}
     if name == "powersgd":
-        options = {"wire": PowerSGD(world, rank=config.powersgd_rank or _RANK, start=config.powersgd_start or 0)}
+        rank, start = config.powersgd_rank or registry.POWERSGD_RANK, config.powersgd_start or 0
+        options = {"wire": PowerSGD(world, rank=rank, start=start)}
     if kind.divides_weights:
         options |= {"blocks": config.shard_modules, "shard_size": config.shard_size, "reshards": config.shard_reshard}
     module, _, exchange = kind.exchange.partition(":")
