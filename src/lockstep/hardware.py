@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
-_MALLOPT = {-3: 2**28, -1: 2**31 - 1}
-"""`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of malloc.h, in bytes."""
+_MALLOPT = {-3: (2**28, 2**17), -1: (2**31 - 1, 2**17)}
+"""`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of malloc.h, in bytes: to keep freed memory, and by default."""
 keeps_freed_memory = False
 """Whether `keep_freed_memory` has set this process's malloc."""
 
@@ -123,8 +123,17 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
         return
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         keeps_freed_memory = True
-        for option, size_bytes in _MALLOPT.items():
+        for option, (size_bytes, _) in _MALLOPT.items():
             mallopt(option, size_bytes)
+
+
+def return_freed_memory() -> None:
+    """Undo `keep_freed_memory`, for a process that allocates and frees large blocks of many sizes."""
+    global keeps_freed_memory
+    if keeps_freed_memory:
+        keeps_freed_memory, libc = False, ctypes.CDLL(None)
+        for option, (_, size_bytes) in _MALLOPT.items():
+            libc.mallopt(option, size_bytes)
 
 
 def _cpuinfo(field: str) -> str:

@@ -215,6 +215,7 @@ def test_a_lost_rank_is_told_in_plain_words_and_no_other_failure_is(error: Excep
 
 FAULTS = """import os, resource, sys; import numpy as np; from lockstep import hardware
 if "keep" in sys.argv: hardware.keep_freed_memory(os.environ)
+if "return" in sys.argv: hardware.return_freed_memory()
 def step(): [np.ones(2**20) for _ in range(3)]
 for _ in range(3): step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -232,6 +233,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one() -> None:
     assert faults("keep") < 1000
     assert faults("keep", MALLOC_MMAP_THRESHOLD_="1000000") > 10_000, "the user's own settings stay"
     assert faults() > 1000
+    assert faults("keep", "return") > 10_000
 
 
 def test_a_failure_that_is_written_again_is_whole_at_each_moment(tmp_path: Path) -> None:
