@@ -63,11 +63,14 @@ def learn(world: World, name: str, stop_at: int, options: dict[str, Any]) -> dic
                 model[4].requires_grad_(epoch > 0)
                 for x, y in loader:
                     session.loop.stop.asked = world.is_main and session.step >= stop_at
+                    if name == "AdamW":  # a save finds gradients of the last step
+                        optimizer.zero_grad()
                     session.backward(nn.functional.cross_entropy(model(x), y))
                     if session.is_last:
                         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
                     optimizer.step()
-                    optimizer.zero_grad()
+                    if name != "AdamW":
+                        optimizer.zero_grad()
     except Stopped:
         assert stop_at < 100
     return loops.weights(model)

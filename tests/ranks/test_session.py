@@ -156,3 +156,31 @@ def test_a_sample_that_stands_in_has_no_part_in_a_weighed_mean_nor_in_a_maximum(
     for size in (1, 2, 3):
         whole, rest = (float(ranks - 4) for ranks in (size, min(size, 2)))
         assert pool.run(size, weighed) == [[[1.0, *[whole] * 4], [3.5, *[rest] * 4]]] * size
+
+
+def grown(world: World, strategy: str) -> str:
+    """Return the sentence for a model that gets a new layer, also in its optimizer, at the third step."""
+    ours = loops.session(world, strategy=strategy, shard_modules=("Linear",) if strategy == "fsdp" else ())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), 4)
+    model, optimizer, loader = ours.prepare(model, optimizer, loader)
+    try:
+        with ours:
+            for _ in ours.epochs(2):
+                for (x,) in loader:
+                    if ours.step == 2:
+                        model.append(torch.nn.Linear(2, 2).double())
+                        optimizer.add_param_group({"params": model[2].parameters()})
+                    ours.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_model_that_gets_parameters_while_it_trains_is_refused(pool: RankPool, strategy: str) -> None:
+    for sentence in pool.run(2, grown, strategy):
+        assert "prepare the model after the last change of its layers" in sentence

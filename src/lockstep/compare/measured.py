@@ -279,12 +279,17 @@ def _signal_workers(number: int) -> None:
 
 def blocks_of(models: Sequence[nn.Module], method: ParallelConfig) -> list[nn.Module]:
     """Return the modules that fsdp would gather one at a time; inner ones last. None under other strategies."""
-    from ..exchange.blocks import find_blocks, with_forward
+    from ..exchange.blocks import check_found, find_blocks, inner_classes, with_forward
 
     if not KINDS[resolved(method.strategy, distributed=True)].divides_weights:
         return []
-    found = ((*with_forward(model), *find_blocks(model, method.shard_modules)) for model in models)
-    return [*dict.fromkeys(module for modules in found for module in modules)]
+    patterns, names = method.shard_modules, dict[str, bool]()
+    roots = [module for model in models for module in with_forward(model)]
+    blocks = [module for model in models for module in find_blocks(model, patterns)]
+    for model in models:
+        names |= inner_classes(model)
+    check_found(len(blocks), names, patterns)
+    return [*dict.fromkeys((*roots, *blocks))]
 
 
 def facts_of(prepared: Prepared, method: ParallelConfig, blocks: Sequence[nn.Module] = ()) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..config.registry import KINDS, resolved, with_ranks
 from ..config.schema import RunConfig
 from ..data import cifar, digits, folder
 from ..errors import RequestError
-from ..exchange.blocks import find_blocks
+from ..exchange.blocks import check_found, find_blocks, inner_classes
 from ..models import table
 from ..training import optim
 from ..versions import version_of
@@ -180,6 +180,8 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         built = table.build_for(config.model.name, classes=config.model.classes or data.classes, shape=data.shape)
     patterns = parallel.shard_modules
     blocks = sorted({type(part).__name__ for part in find_blocks(built, patterns)} if strategy == "fsdp" else ())
+    if strategy == "fsdp":
+        check_found(len(blocks), inner_classes(built), patterns)
     has_batchnorm = any(isinstance(module, BatchNorm) for module in built.modules())
     syncs = has_batchnorm and KINDS[strategy].process_per_device and parallel.batchnorm != "local"
     paths = {"digits": Code('Path(__file__).with_name("digits.npz")'), "imagefolder": str(config.data.dir)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -20,16 +20,12 @@ _CONTAINERS = (nn.Sequential, *_LISTS)
 def find_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """Return the outermost modules whose class names match one of the shell `patterns`.
 
-    Without patterns: those of classes that repeat, have layers of their own, and are in a container of torch's.
-    Raises `RequestError` if there are none.
+    Without patterns: those of classes that repeat, have layers of their own, and are in a container of torch's. A
+    model of several may have none (see `check_found`).
     """
-    inner = [module for module in model.modules() if module is not model]
-    names = {type(module).__name__ for module in inner}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise unknown("--shard-modules pattern", pattern, names, "It names classes of the model's modules.")
-    inner = [module for module in inner if not isinstance(module, _LISTS)]
+    inner = [module for module in model.modules() if module is not model and not isinstance(module, _LISTS)]
     if patterns:
+        names = inner_classes(model)
         chosen = {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}
     else:
         layered = [module for module in inner if _has_layers(module)]
@@ -42,13 +38,30 @@ def find_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         if type(module).__name__ in chosen and module not in within:
             blocks.append(module)
             within.update(module.modules())
-    if not blocks:
-        weighted = {type(module).__name__ for module in inner if next(module.parameters(), None) is not None}
+    return blocks
+
+
+def inner_classes(model: nn.Module) -> dict[str, bool]:
+    """Return {class name of a module within the model: whether it has parameters}."""
+    names: dict[str, bool] = {}
+    for module in model.modules():
+        if module is not model:
+            name = type(module).__name__
+            names[name] = names.get(name, False) or next(module.parameters(), None) is not None
+    return names
+
+
+def check_found(count: int, names: Mapping[str, bool], patterns: Sequence[str]) -> None:
+    """Raise `RequestError` unless each pattern matches one of the models' `inner_classes`, and some have blocks."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise unknown("--shard-modules pattern", pattern, names, "It names classes of a model's modules.")
+    if not count:
+        weighted = [name for name, has_parameters in names.items() if has_parameters]
         raise RequestError(
-            f"The model has no blocks that repeat: name the classes of its large parts, such as "
+            "No model has blocks that repeat: name the classes of the large parts, such as "
             f"--shard-modules {min(weighted, default='Linear')}."
         )
-    return blocks
 
 
 def _has_layers(module: nn.Module) -> bool:

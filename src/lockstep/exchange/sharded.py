@@ -25,18 +25,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import LBFGS, Adafactor, Adam, Muon, Optimizer, SparseAdam
+from torch.optim import Adafactor, Adam, Muon, Optimizer, SparseAdam
 
 from .. import _torch, hardware
 from ..checkpoint.shards import is_shard, local, shard_as
 from ..errors import RequestError, RunError
 from ..world.world import World, new_group
 from .base import Header, Part, Pass, check_match
-from .blocks import check_divisible, find_blocks, with_forward
+from .blocks import check_divisible, check_found, find_blocks, inner_classes, with_forward
 from .compress import reduce_scatter
 from .ranks import Ranks
 
-_NOT_BY_ELEMENT = (Adafactor, LBFGS, Muon, SparseAdam)
+_NOT_BY_ELEMENT = (Adafactor, Muon, SparseAdam)
 """Optimizers that take rows or whole matrices; of shards, Muon's bfloat16 products also round otherwise."""
 
 
@@ -77,6 +77,8 @@ class FullyShard(Ranks):
             )
         self._mesh: DeviceMesh | None = None
         self._pass: Pass | None = None  # under way
+        self._blocks = 0  # of all models
+        self._classes: dict[str, bool] = {}  # of the modules within all models (see `inner_classes`)
         self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
         self._gathered: list[FSDPModule] = []  # whose weights may stay gathered after a forward pass
@@ -115,9 +117,11 @@ class FullyShard(Ranks):
     def shard(self, model: nn.Module) -> None:
         """See `Exchange.shard`.
 
-        Raises `RequestError` for a model without blocks, and for one that torch cannot divide.
+        A model without blocks is one itself. Raises `RequestError` for one that torch cannot divide.
         """
         blocks = find_blocks(model, self._patterns)
+        self._classes |= inner_classes(model)
+        self._blocks += len(blocks)
         parameters = dict(model.named_parameters())
         check_divisible(model, blocks, parameters)
         scalars = {parameter for parameter in parameters.values() if not parameter.dim()}
@@ -144,21 +148,15 @@ class FullyShard(Ranks):
         self._replaced |= {parameters[name]: parameter for name, parameter in model.named_parameters()}
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Exchange.take`. Raises `RequestError` for an optimizer that needs whole tensors."""
+        """See `Exchange.take`. Raises as `check_found`, and for an optimizer that needs whole tensors."""
+        check_found(self._blocks, self._classes, self._patterns)
         for optimizer in optimizers:
             if isinstance(optimizer, _NOT_BY_ELEMENT):
                 raise RequestError(
                     f"--strategy fsdp divides tensors, and {type(optimizer).__name__} steps on whole ones; take "
                     "--strategy ddp, or an optimizer such as AdamW."
                 )
-            for group in optimizer.param_groups:
-                if group.get("fused") and not isinstance(optimizer, Adam):
-                    self.settings["fused"] = "off, as torch has fused steps of shards for Adam alone"
-                group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
-            state: Any = optimizer.state
-            for parameter in [parameter for parameter in state if parameter in self._replaced]:
-                entries, shard = state.pop(parameter), self._replaced[parameter]
-                state[shard] = {name: shard_as(shard, value) for name, value in entries.items()}
+            self._replace_in(optimizer)
         references = [weakref.ref(old) for old, new in self._replaced.items() if old is not new]
         self._replaced.clear()
         if any(reference() is not None for reference in references):
@@ -169,6 +167,17 @@ class FullyShard(Ranks):
                 f"has {len(shapes)} of before (the first: shape {shapes[0]}), in a list or an optimizer: prepare the "
                 "model first, then make what takes its parameters."
             )
+
+    def _replace_in(self, optimizer: Optimizer) -> None:
+        """Have an optimizer train the shards. No local variable of the caller may refer to what they replace."""
+        for group in optimizer.param_groups:
+            if group.get("fused") and not isinstance(optimizer, Adam):
+                self.settings["fused"] = "off, as torch has fused steps of shards for Adam alone"
+            group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
+        state: Any = optimizer.state
+        for parameter in [parameter for parameter in state if parameter in self._replaced]:
+            entries, shard = state.pop(parameter), self._replaced[parameter]
+            state[shard] = {name: shard_as(shard, value) for name, value in entries.items()}
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """See `Exchange.begin_step`: torch's fused steps of shards are Adam's alone."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from .. import _torch
 from ..checkpoint.state import parameters_of
@@ -58,10 +58,10 @@ class Zero1(AllReduce):
         for optimizer in optimizers:
             package = type(optimizer).__module__.split(".")
             is_known = package[:2] == ["torch", "optim"] or package[0] == __name__.partition(".")[0]
-            if not is_known or isinstance(optimizer, LBFGS):
+            if not is_known:
                 raise RequestError(
                     f"--strategy zero1 cannot divide the state of {type(optimizer).__name__}: it takes torch.optim's "
-                    "optimizers other than LBFGS, which treat each parameter alone; take --strategy ddp."
+                    "optimizers, which treat each parameter alone; take --strategy ddp."
                 )
             self._assign(sorted(parameters_of(optimizer), key=lambda parameter: -parameter.numel()))
             for parameter in parameters_of(optimizer):
@@ -120,6 +120,11 @@ class Zero1(AllReduce):
         """Give each parameter without an owner to the rank with the fewest bytes."""
         for parameter in parameters:
             if parameter not in self._owners:
+                if parameter not in set(self.parameters):
+                    raise RequestError(
+                        f"An optimizer has got a parameter of shape {tuple(parameter.shape)} that no model had at "
+                        "session.prepare: prepare the model after the last change of its layers."
+                    )
                 rank = self._loads.index(min(self._loads))
                 self._owners[parameter] = rank
                 self._loads[rank] += parameter.nbytes

@@ -164,25 +164,12 @@ class Prepared:
                 optimizer.load_state_dict(optimizer.state_dict())
         self.exchange.take(self.optimizers)
         self.recomputation.check()
-        names = {parameter: name for name, parameter in self._all.named_parameters()}
-        exchanged = set(self.exchange.parameters)
-        if added := [name for parameter, name in names.items() if parameter not in exchanged]:
-            raise RequestError(
-                f"The model has a new parameter since session.prepare, {added[0]}: prepare "
-                "the model after the last change of its layers."
-            )
+        names = self.check_parameters()
         for item in self.stateful_objects:
             pack(item.state_dict(), {}, {})
         owners: dict[Tensor, int] = {}
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
-            foreign = [parameter for group in groups for parameter in group["params"] if parameter not in names]
-            if foreign:
-                raise RequestError(
-                    f"Optimizer {number} of session.prepare has {len(foreign)} parameters of no prepared model (the "
-                    f"first: shape {tuple(foreign[0].shape)}): give prepare the model that it was made from, and make "
-                    "the optimizer after the last change of that model's layers."
-                )
             for parameter in (item for group in groups for item in group["params"] if optimizer not in self.inner):
                 if owners.setdefault(parameter, number) != number:
                     raise RequestError(
@@ -193,6 +180,29 @@ class Prepared:
         if self.config.record.output is not None:
             self._fresh = [plain_copy(item) for item in self.stateful_objects]
 
+    def check_parameters(self) -> dict[Tensor, str]:
+        """Return the names of the parameters.
+
+        Raises `RequestError` for parameters that the models or optimizers have got after `session.prepare`: no rank
+        would exchange them.
+        """
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._all.named_parameters()}
+        exchanged = set(self.exchange.leaves)
+        if added := [name for parameter, name in names.items() if parameter not in exchanged]:
+            raise RequestError(
+                f"The model has a new parameter since session.prepare, {added[0]}: prepare "
+                "the model after the last change of its layers."
+            )
+        for number, optimizer in enumerate(self.optimizers, start=1):
+            groups = optimizer.param_groups
+            if foreign := [each for group in groups for each in group["params"] if each not in exchanged]:
+                raise RequestError(
+                    f"Optimizer {number} of session.prepare has {len(foreign)} parameters of no prepared model (the "
+                    f"first: shape {tuple(foreign[0].shape)}): give prepare the model that it was made from, and make "
+                    "the optimizer after the last change of that model's layers."
+                )
+        return names
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, model in self.groups.items():
             yield from ((f"{name}/{key}", parameter) for key, parameter in model.named_parameters())
@@ -202,7 +212,8 @@ class Prepared:
             yield from ((f"{name}/{key}", buffer) for key, buffer in sync_batchnorm.statistics(model).items())
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return the tensors by name that are bitwise equal on all ranks after a step."""
+        """Return the tensors by name that are bitwise equal on all ranks after a step. Raises as `check_parameters`."""
+        self.check_parameters()
         tensors = {name: tensor.detach() for name, tensor in self._weights() if not is_shard(tensor)}
         if self.exchange.divides_state or self.exchange.every:  # else other settings soon show in the weights
             settings = [settings for optimizer in self.optimizers for settings in _settings_of(optimizer)]
@@ -255,8 +266,10 @@ class Prepared:
     def state(self, step: int, *, pending: bool = False) -> State:
         """Return the state for a checkpoint (*collective*). With `pending`, it includes the gradients.
 
-        Raises `RunError` for non-finite weights or statistics; other buffers, such as a mask, are not checked.
+        Raises `RunError` for non-finite weights or statistics; other buffers, such as a mask, are not checked. Raises
+        as `check_parameters`.
         """
+        self.check_parameters()
         tensors = {name: local(tensor) for name, tensor in (*self._weights(), *self._statistics())}
         if non_finite := finite.find_non_finite(self.world, tensors):
             raise finite.error(step, non_finite, self.remedy())

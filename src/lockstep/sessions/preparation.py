@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
@@ -121,6 +121,11 @@ class Preparation:
         """Add an optimizer, and the optimizers that it wraps and steps."""
         prepared = self._prepared
         for optimizer in parts.with_inner(outer):
+            if isinstance(optimizer, LBFGS):
+                raise RequestError(
+                    "LBFGS evaluates the loss several times in one step, and no rank could sum those gradients: take "
+                    "another optimizer."
+                )
             if optimizer not in prepared.optimizers:
                 prepared.optimizers.append(optimizer)
                 self._resources.callback(parts.replace_step(optimizer, self._stepper.step))

@@ -264,7 +264,9 @@ class Stepper:
 
     def pending(self) -> dict[str, Any]:
         """Return the state between backward and optimizer step, for a checkpoint (*collective*)."""
-        is_held = self.has_gradients or (self._keeps_gradients is not False and self._batch.adds_to_existing())
+        # Of ranks that step by their own gradients, none can be saved: those of a step that is over are left out.
+        adds = self._keeps_gradients is True if self._prepared.exchange.every else self._keeps_gradients is not False
+        is_held = self.has_gradients or (adds and self._batch.adds_to_existing())
         loss, samples = self._batch.pending_loss()
         losses = self._prepared.world.gather(loss) if is_held else []
         flags = {"steps": self.has_gradients, "adds": self._keeps_gradients, "is_held": is_held}
