@@ -14,7 +14,9 @@ from lockstep import hardware
 from lockstep.doctor import alone
 
 from ..command import ROOT, command, end, start
-from .conftest import several
+from .conftest import needs_cuda, several
+
+pytestmark = needs_cuda
 
 STALL_S = 5
 COMPARED_S = 240

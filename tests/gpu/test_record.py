@@ -11,7 +11,10 @@ from lockstep.checkpoint import Checkpoints, load
 from lockstep.checkpoint.state import State
 from lockstep.record.telemetry import StepClock, Telemetry
 
+from .conftest import DEVICE, needs_cuda
 
+
+@needs_cuda
 def test_the_clock_and_telemetry_are_the_gpus() -> None:
     device = torch.device("cuda")
     a = torch.randn(4096, 4096, device=device)
@@ -40,7 +43,7 @@ def test_the_clock_and_telemetry_are_the_gpus() -> None:
 
 def test_a_checkpoint_holds_the_values_of_its_moment(tmp_path: Path) -> None:
     """Work queued before the save counts, work queued after it does not."""
-    value = torch.zeros(10_000_000, device="cuda")
+    value = torch.zeros(10_000_000, device=DEVICE)
     for _ in range(100):
         value += 1
     saver = Checkpoints(tmp_path, warn=pytest.fail)

@@ -21,9 +21,9 @@ from lockstep.world.world import World
 from ..reading import NoReading
 from ..stepping import steps
 from ..unit.test_digest import DTYPES, some
-from .conftest import joined, never_waits, paired, several
+from .conftest import DEVICE, joined, never_waits, paired, several, synchronize
 
-NET = {"model": "resnet8", "data": "digits", "batch": 48, "precision": "fp32", "accelerator": "cuda"}
+NET = {"model": "resnet8", "data": "digits", "batch": 48, "precision": "fp32", "accelerator": DEVICE.type}
 
 
 def _on_gpu(world: World, strategy: str, **values: object) -> Job:
@@ -34,7 +34,7 @@ def _on_gpu(world: World, strategy: str, **values: object) -> Job:
 def test_a_gpu_digests_to_the_number_that_a_cpu_does_and_finds_those_that_are_none(dtype: torch.dtype) -> None:
     own = {f"model/{size}": some(size, dtype) for size in (1, 7, 513, 4097, 70_001)}
     own["image"] = torch.randn(8, 16, 9, 9).contiguous(memory_format=torch.channels_last)
-    there = {name: each.cuda() for name, each in own.items()}
+    there = {name: each.to(DEVICE, copy=True) for name, each in own.items()}
     assert int(digest([*own.values()])) == int(digest([*there.values()]))
     assert all(int(digest([each])) == int(digest([there[name]])) for name, each in own.items())
     there["image"] = there["image"].contiguous()  # what a digest alone does not allow for
@@ -42,7 +42,7 @@ def test_a_gpu_digests_to_the_number_that_a_cpu_does_and_finds_those_that_are_no
     there["model/513"].view(torch.uint8)[-1] ^= 1
     assert find_differing(own, there) == ["model/513"]
     if dtype.is_floating_point:
-        numbers = {"a": torch.randn(70_001, device="cuda").to(dtype), "b": torch.arange(9, device="cuda")}
+        numbers = {"a": torch.randn(70_001, device=DEVICE).to(dtype), "b": torch.arange(9, device=DEVICE)}
         assert not finite.suspect(numbers.values())
         numbers["a"][69_999] = math.inf
         with NoReading():
@@ -59,7 +59,7 @@ def test_nothing_is_waited_for_before_the_exchange(options: dict[str, object]) -
         tensors = job.replicated()
         assert any(name.startswith("optimizer/") for name in tensors)
         facts(tensors, alone.device)  # what is made once
-        torch.cuda.synchronize()
+        synchronize()
         with never_waits(), NoReading():
             facts(tensors, alone.device)
         # It does all that it does among several ranks.
