@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.nn.sync_batchnorm import SyncBatchNorm
 from lockstep.world.world import World
 
-from .conftest import joined, never_waits, paired
+from .conftest import joined, needs_cuda, never_waits, paired
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -57,6 +57,7 @@ def test_a_ranks_own_sums_give_torchs_numbers(
         torch.testing.assert_close(found, right, rtol=close, atol=close, check_dtype=False)
 
 
+@needs_cuda  # a CPU refuses it, and a GPU's host would have to wait to do so
 def test_a_rank_without_a_sample_takes_part(pair: World) -> None:
     # With nobody else in its group it has no statistics to speak of; what counts is that every kernel takes no sample.
     layer = SyncBatchNorm.of(nn.BatchNorm2d(3).to(pair.device), pair)
