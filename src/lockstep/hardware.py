@@ -18,10 +18,9 @@ from typing import Any
 import psutil
 
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512"}
-_MALLOPT = {-3: (2**28, 2**17), -1: (2**31 - 1, 2**17)}
-"""`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of malloc.h, in bytes: to keep freed memory, and by default."""
-keeps_freed_memory = False
-"""Whether `keep_freed_memory` has set this process's malloc."""
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
+malloc = ""
+"""What this process's malloc was set to do, for the startup report."""
 
 
 @dataclass(frozen=True)
@@ -118,22 +117,26 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
     By default glibc returns large blocks at once, so that the tensors of each step cost thousands of page faults: a
     tenth to a quarter of a small convolutional net's step, different in each process (mallopt(3)).
     """
-    global keeps_freed_memory
-    if any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", ""):
-        return
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        keeps_freed_memory = True
-        for option, (size_bytes, _) in _MALLOPT.items():
-            mallopt(option, size_bytes)
+    if not (any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", "")):
+        _set_malloc("keeps freed memory", 2**28, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
-    """Undo `keep_freed_memory`, for a process that allocates and frees large blocks of many sizes."""
-    global keeps_freed_memory
-    if keeps_freed_memory:
-        keeps_freed_memory, libc = False, ctypes.CDLL(None)
-        for option, (_, size_bytes) in _MALLOPT.items():
-            libc.mallopt(option, size_bytes)
+    """Have glibc return each freed block of 128 KiB or more at once, if `keep_freed_memory` has set it.
+
+    Blocks of many sizes leave kept memory in pieces, of which few are used again; so does glibc's default, which adapts
+    its thresholds.
+    """
+    if malloc:
+        _set_malloc("returns freed memory", 2**17, 2**17)
+
+
+def _set_malloc(words: str, mmap_bytes: int, trim_bytes: int) -> None:
+    global malloc
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        malloc = words
+        mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
+        mallopt(_M_TRIM_THRESHOLD, trim_bytes)
 
 
 def _cpuinfo(field: str) -> str:

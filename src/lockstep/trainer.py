@@ -60,6 +60,8 @@ def run(config: RunConfig, world: World, hooks: Hooks = NO_HOOKS) -> RunResult:
             try:
                 return train(run.config, world, run.recorder, state=run.state, hooks=hooks, plan=plan)
             except OutOfMemoryError as error:
+                if hooks is not NO_HOOKS:  # they are of one course of steps
+                    raise
                 run.recorder.record("warning", text=f"{error}; the run goes on from the last step with smaller ones.")
                 plan = error.plan
         checkpoint = dataclasses.replace(config.checkpoint, resume="auto")

@@ -127,7 +127,7 @@ def test_what_fits_on_a_cpu_is_a_part_of_the_free_memory(pool: RankPool) -> None
 def test_a_sample_that_does_not_fit_is_refused(pool: RankPool, tmp_path: Path) -> None:
     values = _USUAL | {"strategy": "ddp", "output": tmp_path}
     for sentence in pool.run(2, _run, values, {"most": 0, "rank": 0}):
-        assert "one sample per rank do not fit into memory" in sentence
+        assert "micro-batches of 1 sample per rank do not fit into memory" in sentence
 
 
 def test_free_memory_is_within_a_control_group(tmp_path: Path) -> None:

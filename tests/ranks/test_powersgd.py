@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.errors import RequestError
 from lockstep.exchange.allreduce import AllReduce
 from lockstep.exchange.base import Call, Exchange, Header, Part, Pass
-from lockstep.exchange.powersgd import PowerSGD
+from lockstep.exchange.powersgd import PowerSGD, first_factor
 from lockstep.world.world import World
 
 from .. import loops
@@ -68,10 +68,7 @@ def _with_torch(world: World, rank: int) -> float:
         if state.iter >= start and not state.p_memory_dict:  # both begin with the same factors
             of_bucket = [each.shape[1:].numel() for each in bucket.gradients() if each.dim() > 1]
             columns = [m for m in of_bucket if m in ranks]
-            factors = [
-                torch.randn(m, ranks[m], generator=torch.Generator().manual_seed(m), dtype=torch.float64)
-                for m in columns
-            ]
+            factors = [first_factor(m, ranks[m]) for m in columns]
             state.q_memory_dict[0] = torch.cat([each.flatten() for each in factors])
             rows = [len(each) for m in columns for each in net.parameters() if each.numel() == len(each) * m]
             size = sum(n * ranks[m] for n, m in zip(rows, columns, strict=True))
@@ -253,3 +250,27 @@ def test_the_command_refuses_vectors(tmp_path: Path) -> None:
     ended = command(tmp_path, *words)
     assert ended.code == 2
     assert "--exchange powersgd has nothing to compress" in ended.err
+
+
+def _without_own_draws(world: World, draws: str) -> tuple[list[str], list[Tensor]]:
+    """Return the warnings and weights of a loop whose first layer is as wide as its batch, and draws nothing."""
+    session = loops.session(world, exchange="powersgd", powersgd_rank=2, draws=draws)
+    model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(64, 16, generator=torch.Generator().manual_seed(1))), 32)
+    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    warnings: list[str] = []
+    session.loop.warn = warnings.append  # type: ignore[method-assign]
+    with session:
+        for _ in session.epochs(2):
+            for (x,) in loader:
+                session.backward((model(x) - x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return warnings, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_its_own_random_numbers_are_not_the_loops(pool: RankPool) -> None:
+    (warned, by_rank), (_, by_device) = (pool.run(2, _without_own_draws, draws)[0] for draws in ("rank", "global"))
+    assert not warned
+    assert all(map(torch.equal, by_rank, by_device))

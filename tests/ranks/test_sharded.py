@@ -301,27 +301,29 @@ class Routed(nn.Module):
         return scores
 
 
-def route_by_rank(world: World) -> str:
-    """Return the sentence for ranks that run different blocks."""
+def route_by_rank(world: World, models: int) -> str:
+    """Return the sentence for ranks that run different blocks, of one model or of two."""
     session = loops.session(world, strategy="fsdp", shard_modules=("Sequential",))
-    net = Routed()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    nets = [Routed() for _ in range(models)]
+    optimizer = torch.optim.SGD([parameter for net in nets for parameter in net.parameters()], lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(20, 8)), 5)
-    net, optimizer, loader = session.prepare(net, optimizer, loader)
+    *nets, optimizer, loader = session.prepare(*nets, optimizer, loader)
     try:
         with session:
             for _ in session.epochs(1):
                 for (x,) in loader:
-                    session.backward(net(x, world.rank).square().mean())
+                    scores = nets[0](x, world.rank) if models == 1 else nets[world.rank](x, 0)
+                    session.backward(scores.square().mean())
                     optimizer.step()
     except RunError as error:
         return str(error)
     return ""
 
 
-def test_ranks_that_run_different_blocks_are_told(pool: RankPool) -> None:
+@pytest.mark.parametrize("models", [1, 2])
+def test_ranks_that_run_different_blocks_are_told(pool: RankPool, models: int) -> None:
     """Their collectives are of one size: each would compute with the other's weights."""
-    for sentence in pool.run(2, route_by_rank):
+    for sentence in pool.run(2, route_by_rank, models):
         assert sentence.startswith("At step 0, ranks have run different blocks of the model")
 
 

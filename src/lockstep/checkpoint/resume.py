@@ -142,8 +142,8 @@ def _check_same_run(meta: dict[str, Any], config: RunConfig, path: Path, keys: C
 def accumulation(state: State | None, config: RunConfig) -> int | None:
     """Return the accumulation to continue with; None to derive it again.
 
-    Without batch statistics it is no part of the model, and follows --micro-batch N and the number of ranks.
+    Without batch statistics it is no part of the model, and follows --micro-batch and the number of ranks.
     """
-    if state is None or (state.meta["batchnorm"] == "none" and config.batch.micro_batch is not None):
+    if state is None or (state.meta["batchnorm"] == "none" and config.batch.micro_batch_asked is not None):
         return None
     return int(state.meta["accumulation"])

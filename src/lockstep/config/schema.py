@@ -329,7 +329,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--accumulate {batch.accumulate} and --micro-batch {micro} both set micro-batches; give one."
     divides_weights = parallel.strategy in KINDS and KINDS[parallel.strategy].divides_weights
     drives_all = parallel.strategy in KINDS and KINDS[parallel.strategy].drives_all
-    if batch.fits_memory and (divides_weights or drives_all or parallel.exchange in RARE or optim.step):
+    if batch.fits_memory and (divides_weights or drives_all or parallel.exchange in UNSCALED or optim.step):
         exchange = "--step" if optim.step else f"--exchange {parallel.exchange}"
         other = f"--strategy {parallel.strategy}" if divides_weights or drives_all else exchange
         yield f"--micro-batch auto cannot work with {other}; give a number."

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -120,9 +121,8 @@ class LowRankSum:
             if key in codec.errors:
                 matrix += codec.errors[key]
             factor = codec.factors.get(key)
-            if factor is None:  # a function of its shape, so that it is the same on all ranks
-                generator = torch.Generator().manual_seed(matrix.shape[1])
-                factor = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64).to(matrix)
+            if factor is None:
+                factor = first_factor(matrix.shape[1], rank).to(matrix)
             self._matrices.append(_Matrix(key, gradient, bucket.flags(flat)[number], matrix, torch.linalg.qr(factor).Q))
         self._start([*self._exact, *(item.matrix @ item.factor for item in self._matrices)], flat.dtype)
 
@@ -161,6 +161,14 @@ class LowRankSum:
         self._work.wait()
         parts = torch.split(self._message, [math.prod(shape) for shape in shapes])
         return (part.view(*shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def first_factor(columns: int, rank: int) -> Tensor:
+    """Return the first Q (columns, rank), a function of its shape, so that it is the same on all ranks.
+
+    By NumPy: torch's draws within a loop are taken to be the loop's.
+    """
+    return torch.from_numpy(np.random.default_rng(columns).standard_normal((columns, rank)))
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:

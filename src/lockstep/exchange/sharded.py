@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,7 @@ class FullyShard(Ranks):
         self._pass: Pass | None = None  # under way
         self._blocks = 0  # of all models
         self._classes: dict[str, bool] = {}  # of the modules within all models (see `inner_classes`)
+        self._numbers = itertools.count()  # of the divided modules of all models
         self._order = 0  # a checksum of the blocks whose collectives ran, in order, since the ranks compared it
         self._roots: list[FSDPModule] = []
         self._gathered: list[FSDPModule] = []  # whose weights may stay gathered after a forward pass
@@ -132,9 +134,9 @@ class FullyShard(Ranks):
         for module in dict.fromkeys((*blocks, *roots)):
             # The root too: it would keep its weights after an evaluation, and the next one would use those.
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
-        for number, module in enumerate(model.modules()):
+        for module in model.modules():
             if isinstance(module, FSDPModule):
-                note = partial(self._note_block, number)
+                note = partial(self._note_block, next(self._numbers))
                 comms: Any = _Noted(note, dist.all_gather_into_tensor), _Noted(note, self._reduce_scatter)
                 module.set_custom_all_gather(comms[0])
                 module.set_custom_reduce_scatter(comms[1])

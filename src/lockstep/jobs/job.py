@@ -148,10 +148,12 @@ def _loss(
         return loss_fn(logits, y, reduction=reduction), logits
 
 
-def _try_share(model: nn.Module, loss_of: Callable[..., tuple[Tensor, Tensor]], data: Data, samples: int) -> None:
+def _try_share(
+    model: nn.Module, loss_of: Callable[..., tuple[Tensor, Tensor]], data: Data, has_average: bool, samples: int
+) -> None:
     """Compute the gradients of so many samples, and drop them."""
     device = next(model.parameters()).device
-    with memory.unchanged(model):
+    with memory.unchanged(model, has_average=has_average):
         x = torch.zeros((samples, *data.shape), dtype=data.dtype, device=device)
         loss, _ = loss_of(model, x, torch.zeros(samples, dtype=torch.int64, device=device))
         torch.autograd.backward(loss)
@@ -229,7 +231,7 @@ def assemble(
                 f"--micro-batch auto: --model {config.model.name} has batch statistics, which are those of a "
                 "micro-batch, and a model must not depend on the memory; give --accumulate N."
             )
-        plan = fitted(plan, world, partial(_try_share, model, loss_of, train))
+        plan = fitted(plan, world, partial(_try_share, model, loss_of, train, config.optim.ema is not None))
     if config.precision.compile:
         model.compile()
     with torch.no_grad():

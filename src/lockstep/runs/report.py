@@ -39,7 +39,7 @@ def describe_start(loop: Loop) -> dict[str, Any]:
         "seed": str(config.seed),
         "threads": torch.get_num_threads(),
         "compiler": "imported at its first use",  # torch's, by `_torch.spare_compiler`
-        "malloc": "keeps freed memory" if hardware.keeps_freed_memory else "",
+        "malloc": hardware.malloc,
     }
     if not prepared.is_recipe:
         optimizers = [

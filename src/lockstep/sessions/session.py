@@ -369,6 +369,7 @@ class Session:
 
     def abandon_batch(self) -> None:
         """Discard the batch under way before its step; record and save the last step (*collective*)."""
+        self._draws.end()
         self._stepper.abandon()
         self.loop.record_steps()
         self.loop.save()

@@ -39,6 +39,7 @@ class MemoryWatch:
 
     is_on: bool = False
     has_run_out: bool = False
+    cause: str = ""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -48,7 +49,7 @@ class MemoryWatch:
         except (RuntimeError, MemoryError) as error:
             if not (self.is_on and _is_out_of_memory(error)):
                 raise
-            self.has_run_out = True
+            self.has_run_out, self.cause = True, str(error).partition("\n")[0]
 
     def check(self, world: World, plan: BatchPlan) -> None:
         """Raise `OutOfMemoryError` on all ranks if one has run out of memory (*collective*). The host waits."""
@@ -69,32 +70,37 @@ def fitted(plan: BatchPlan, world: World, compute: Callable[[int], None]) -> Bat
     `compute` computes the gradients of a number of samples. Raises `RequestError` if a single one does not fit, and on
     a CPU whose processes cannot be limited.
     """
+    # All look before one takes memory, and have the same limit.
+    free_bytes = int(world.stack(torch.tensor(hardware.free_memory_bytes(), device=world.device)).min())
     while True:
         watch = MemoryWatch(is_on=True)
-        with watch.watched(), _limited(world):
+        with watch.watched(), _limited(world, free_bytes):
             compute(plan.largest_share)
         if not any(_stacked(world, watch.has_run_out)):
             return plan
-        plan = halved(plan)
+        plan = halved(plan, watch.cause)
 
 
-def halved(plan: BatchPlan) -> BatchPlan:
-    """Return the plan with twice as many micro-batches. Raises `RequestError` for those of one sample per device."""
+def halved(plan: BatchPlan, cause: str = "") -> BatchPlan:
+    """Return the plan with twice as many micro-batches. Raises `RequestError` if there are no more; `cause` is why."""
     most = plan.global_size // (plan.ranks * plan.devices)
     if plan.accumulation >= most:
         raise RequestError(
-            "--micro-batch auto: micro-batches of one sample per rank do not fit into memory; take a smaller model, "
-            "--checkpoint-activations, or --strategy zero1."
+            f"--micro-batch auto: micro-batches of {counted(plan.largest_share, 'sample')} per rank do not fit into "
+            f"memory{cause and f' ({cause})'}; take a smaller model, or --checkpoint-activations."
         )
     return replace(plan, accumulation=min(2 * plan.accumulation, most))
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Drop the gradients that the block computes, and restore the buffers; leave room for an optimizer's state."""
+def unchanged(model: nn.Module, *, has_average: bool) -> Iterator[None]:
+    """Drop the gradients that the block computes, and restore the buffers.
+
+    Leaves room for an optimizer's state and for an average of the weights.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    room = [torch.empty_like(parameter) for parameter in parameters for _ in range(_STATE_TENSORS)]
+    room = [torch.empty_like(parameter) for parameter in parameters for _ in range(_STATE_TENSORS + has_average)]
     try:
         yield
     finally:
@@ -120,18 +126,18 @@ def _stacked(world: World, flag: bool) -> list[bool]:
 
 
 @contextlib.contextmanager
-def _limited(world: World) -> Iterator[None]:
+def _limited(world: World, free_bytes: int) -> Iterator[None]:
     """Limit a process on a CPU to its part of the free memory: Linux grants more, and ends processes that use it."""
     if world.device.type != "cpu":
         yield
         return
     used_bytes = getattr(psutil.Process().memory_info(), "data", None)
     if used_bytes is None:
-        raise RequestError("--micro-batch auto needs a GPU, or Linux, to tell what fits; give a number.")
+        raise RequestError("--micro-batch auto needs a GPU or Linux; give a number.")
     import resource  # absent on Windows
 
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = used_bytes + hardware.free_memory_bytes() // world.topology.local_size
+    limit = used_bytes + free_bytes // world.topology.local_size
     resource.setrlimit(resource.RLIMIT_DATA, (limit if before == resource.RLIM_INFINITY else min(limit, before), hard))
     try:
         yield
