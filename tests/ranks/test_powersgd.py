@@ -260,7 +260,7 @@ def _without_own_draws(world: World, draws: str) -> tuple[list[str], list[Tensor
     loader = DataLoader(TensorDataset(torch.randn(64, 16, generator=torch.Generator().manual_seed(1))), 32)
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     warnings: list[str] = []
-    session.loop.warn = warnings.append  # type: ignore[method-assign]
+    session.loop.warn = warnings.append  # type: ignore[assignment]
     with session:
         for _ in session.epochs(2):
             for (x,) in loader:
