@@ -328,11 +328,13 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if batch.accumulate is not None and micro is not None:
         yield f"--accumulate {batch.accumulate} and --micro-batch {micro} both set micro-batches; give one."
     divides_weights = parallel.strategy in KINDS and KINDS[parallel.strategy].divides_weights
-    drives_all = parallel.strategy in KINDS and KINDS[parallel.strategy].drives_all
-    if batch.fits_memory and (divides_weights or drives_all or parallel.exchange in UNSCALED or optim.step):
-        exchange = "--step" if optim.step else f"--exchange {parallel.exchange}"
-        other = f"--strategy {parallel.strategy}" if divides_weights or drives_all else exchange
-        yield f"--micro-batch auto cannot work with {other}; give a number."
+    unfit = {
+        "--step": bool(optim.step),
+        f"--strategy {parallel.strategy}": divides_weights or parallel.drives_all,
+        f"--exchange {parallel.exchange}": parallel.exchange in UNSCALED,
+    }
+    if batch.fits_memory and any(unfit.values()):
+        yield f"--micro-batch auto cannot work with {next(flag for flag in unfit if unfit[flag])}; give a number."
     if (parallel.shard_modules or parallel.shard_size or not parallel.shard_reshard) and not divides_weights:
         yield "--shard-modules, --shard-size and --no-shard-reshard belong to --strategy fsdp."
     if divides_weights and config.precision.channels_last == "on":
