@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -93,7 +94,12 @@ def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_pat
     share = forecast.share(2, 64, [alone])
     told = together["bytes_a_step"] - traffic.bytes_a_step(share.profile, 2)
     assert told == 0
-    assert sum(point.kind == traffic.GATHER for point in share.profile.points) == 2 * 9, "of each BatchNorm, both ways"
+    points = share.profile.points
+    assert sum(point.kind == traffic.GATHER for point in points) == 2 * 9, "of each BatchNorm, both ways"
+    runs = [(kind, [*run]) for kind, run in itertools.groupby(points, lambda point: point.kind)]
+    assert [kind for kind, _ in runs] == 10 * [traffic.GATHER, traffic.GRADIENT], "while the backward pass goes on"
+    convolutions = [run[-1].number for kind, run in runs if kind == traffic.GRADIENT]
+    assert convolutions == [*range(27, -1, -3)], "in its order, the last layer first"
     assert share.profile.step_s < 2 * sum(together["step_s"]) / len(together["step_s"])
 
 

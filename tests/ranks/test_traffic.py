@@ -64,12 +64,12 @@ def _sent_bytes() -> dict[int, int]:
     return sent_bytes
 
 
-def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+def _train(world: World, options: dict[str, Any], micro_batch: int = 24) -> tuple[float, dict[str, Any]]:
     """Return the bytes that this rank sends per step, and the profile if it is the only one."""
     torch.set_num_threads(1)
     method = override(RunConfig(), accelerator="cpu", **options).parallel
     mine = {} if world.size == 1 else options
-    session = loops.session(world, precision="fp32", verify_every=0, **mine)
+    session = loops.session(world, precision="fp32", verify_every=0, micro_batch=micro_batch, **mine)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(24 * STEPS, 32), torch.arange(24 * STEPS) % 4)
@@ -77,16 +77,17 @@ def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]
     clock, sent_bytes = Clock(), []
     blocks = blocks_of([model], method) if world.size == 1 else []
     if world.size == 1:
-        mark_exchanges([model], clock, on_gpu=False, blocks=blocks)
+        mark_exchanges([model], clock, on_gpu=False, blocks=blocks, is_last=lambda: session.is_last)
     with session:
         for _ in session.epochs(3):
             sent_bytes.append(_sent_bytes())
             for x, y in loader:
                 session.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-                clock.end_step()
-        facts = facts_of(session.prepared, method, blocks) if world.size == 1 else {}
+                if session.is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    clock.end_step()
+        facts = facts_of(session.prepared, method) if world.size == 1 else {}
     # Not of sockets that an earlier test has left, and that close in between.
     sent = [count - sent_bytes[1].get(inode, 0) for inode, count in sent_bytes[2].items()]
     return sum(sent) / STEPS, clock.profile() | facts

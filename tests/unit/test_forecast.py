@@ -19,7 +19,7 @@ from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
 from lockstep.compare.records import Record
 from lockstep.compare.timeline import FREE, Link, Network
-from lockstep.compare.traffic import BLOCK, GATHER, GRADIENT, REDUCE, Parameter, Point, Profile
+from lockstep.compare.traffic import BACKWARD, FORWARD, GATHER, GRADIENT, REDUCE, Parameter, Point, Profile
 from lockstep.compare.trials import Trial
 from lockstep.errors import RequestError, RunError
 
@@ -84,8 +84,8 @@ def test_what_computation_and_an_exchange_cost_one_another_counts_while_both_are
 
 def sharded(**more: Any) -> Profile:
     """Return a step of 2 + 3 + 1 s: two blocks of 4 MB, forward and backward, and the optimizer's step."""
-    points = [Point(BLOCK, 0, 0), Point(BLOCK, 0, 1), Point(BLOCK, 0, 1), Point(GRADIENT, 4 * MB, 1)]
-    points += [Point(BLOCK, 0, 0), Point(GRADIENT, 4 * MB, 0)]
+    points = [Point(FORWARD, 0, 0), Point(FORWARD, 0, 1), Point(BACKWARD, 0, 1), Point(GRADIENT, 4 * MB, 1)]
+    points += [Point(BACKWARD, 0, 0), Point(GRADIENT, 4 * MB, 0)]
     weights = tuple(Parameter((4, 1), 4 * MB, True, 8 * MB, block) for block in (0, 1))
     seconds = np.array([[0.0, 1.0, 1.0, 1.5, 0.0, 1.5, 1.0]])
     return Profile(batch=8, points=tuple(points), seconds=seconds, parameters=weights, strategy="fsdp", **more)

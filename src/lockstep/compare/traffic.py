@@ -7,10 +7,9 @@ the model begins its forward or backward pass, or a gradient is ready. docs/fore
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..config.registry import EXCHANGE_EVERY, KINDS, RARE
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DistributedDataParallel's defaults (torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb`)."""
-GATHER, REDUCE, BLOCK, GRADIENT = "gather", "reduce", "block", "gradient"
+GATHER, REDUCE, FORWARD, BACKWARD, GRADIENT = "gather", "reduce", "forward", "backward", "gradient"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-reduce", "all-gather", "reduce-scatter", "all-to-all"
 BROADCAST = "broadcast"
 END = -1  # the moment after the optimizer's step
@@ -38,7 +37,7 @@ class Point(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter of the measured job."""
 
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     bytes: int
     is_trained: bool
     state_bytes: int
@@ -73,16 +72,13 @@ class Profile:
 
     @classmethod
     def of(cls, batch: int, measured: Mapping[str, Any]) -> Profile:
-        """Return the profile of `measured.measure_share`; drop the gradients of earlier micro-batches."""
-        points, seconds = [tuple(point) for point in measured["points"]], np.array(measured["seconds"])
-        last = {point: number for number, point in enumerate(points)}
-        kept = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
-        ends = [0, *(number + 1 for number in kept), len(points) + 1]
-        columns = [seconds[:, begin:end].sum(1) for begin, end in itertools.pairwise(ends)]
-        fields = {key: value for key, value in measured.items() if key not in ("points", "seconds", "parameters")}
-        parameters = tuple(Parameter(tuple(shape), *rest) for shape, *rest in measured.get("parameters", ()))
-        own_points = tuple(Point(*points[number]) for number in kept)
-        return cls(batch=batch, points=own_points, seconds=np.stack(columns, 1), parameters=parameters, **fields)
+        """Return the profile of `measured.measure_share`."""
+        arrays = {
+            "points": tuple(Point(*point) for point in measured["points"]),
+            "seconds": np.array(measured["seconds"]),
+            "parameters": tuple(Parameter(**parameter) for parameter in measured.get("parameters", ())),
+        }
+        return cls(batch=batch, **{**measured, **arrays})
 
     @property
     def step_s(self) -> float:
@@ -196,11 +192,12 @@ def _sharded(profile: Profile, ranks: int) -> Iterator[Collective]:
         if parameter.block >= 0:
             weights[parameter.block] += parameter.padded_bytes(size)
             gradients[parameter.block] += parameter.is_trained * parameter.padded_bytes(size)
-    gathered, open_blocks = list[tuple[int, int]](), set[int]()
-    for moment, point in enumerate(profile.points):
-        if point.kind == BLOCK and weights[point.number] and point.number not in open_blocks:
-            gathered.append((moment, weights[point.number]))
-            open_blocks |= set() if profile.reshards else {point.number}
+    passes = (FORWARD, BACKWARD) if profile.reshards else (FORWARD,)
+    gathered = [
+        (moment, weights[point.number])
+        for moment, point in enumerate(profile.points)
+        if point.kind in passes and weights[point.number]
+    ]
     for number, (moment, size_bytes) in enumerate(gathered):
         if not profile.on_gpu or not number:
             yield Collective(moment, ALL_GATHER, size_bytes, size, is_awaited=True)
