@@ -64,12 +64,12 @@ def _sent_bytes() -> dict[int, int]:
     return sent_bytes
 
 
-def _train(world: World, options: dict[str, Any], micro_batch: int = 24) -> tuple[float, dict[str, Any]]:
+def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     """Return the bytes that this rank sends per step, and the profile if it is the only one."""
     torch.set_num_threads(1)
     method = override(RunConfig(), accelerator="cpu", **options).parallel
-    mine = {} if world.size == 1 else options
-    session = loops.session(world, precision="fp32", verify_every=0, micro_batch=micro_batch, **mine)
+    mine = {key: value for key, value in options.items() if world.size > 1 or key == "accumulate"}
+    session = loops.session(world, precision="fp32", verify_every=0, **mine)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(24 * STEPS, 32), torch.arange(24 * STEPS) % 4)
@@ -94,14 +94,14 @@ def _train(world: World, options: dict[str, Any], micro_batch: int = 24) -> tupl
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "ddp": {},
+    "ddp": {"accumulate": 3},
     "bf16": {"exchange": "bf16"},
     "powersgd": {"exchange": "powersgd", "powersgd_rank": 2},
     "local-sgd": {"exchange": "local-sgd", "exchange_every": 4},
     "zero1": {"strategy": "zero1"},
     "fsdp": {"strategy": "fsdp"},
     "fsdp in pairs": {"strategy": "fsdp", "shard_size": 2},
-    "fsdp that gathers once": {"strategy": "fsdp", "shard_reshard": False},
+    "fsdp that gathers once": {"strategy": "fsdp", "shard_reshard": False, "accumulate": 3},
     "fsdp in 16 bits": {"strategy": "fsdp", "exchange": "bf16"},
 }
 _MORE, _MORE_BYTES = 0.02, 5200  # of TCP beyond the tensors: headers of ranks and gloo, by size and by peer

@@ -47,6 +47,11 @@ class Parameter(NamedTuple):
     low_rank: int = 0
     """Rank of its matrices under powersgd; 0: its gradient is summed as it is."""
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
     def padded_bytes(self, ranks: int) -> int:
         """Return its bytes on all of `ranks` ranks, which have equally many rows."""
         rows = self.shape[0]
@@ -166,7 +171,7 @@ def traffic(profile: Profile, ranks: int) -> list[Collective]:
 def _bucket(profile: Profile, bucket: list[Point], moment: int, last: int, ranks: int) -> Iterator[Collective]:
     """Yield the collectives that sum a bucket of gradients."""
     if profile.exchange in ("bf16", "fp16"):
-        size_bytes = _WIRE_BYTES * sum(math.prod(profile.parameters[point.number].shape) for point in bucket)
+        size_bytes = _WIRE_BYTES * sum(profile.parameters[point.number].numbers for point in bucket)
         yield Collective(moment, ALL_TO_ALL, size_bytes, ranks)
         yield Collective(last, ALL_GATHER, size_bytes, ranks)
         return
@@ -212,7 +217,7 @@ def _sharded(profile: Profile, ranks: int) -> Iterator[Collective]:
     kind, scale = REDUCE_SCATTER if profile.on_gpu else ALL_REDUCE, 1.0  # as torch's gloo does it
     if profile.exchange in ("bf16", "fp16"):
         first = profile.trained[0]
-        kind, scale = ALL_TO_ALL, _WIRE_BYTES * math.prod(first.shape) / first.bytes
+        kind, scale = ALL_TO_ALL, _WIRE_BYTES * first.numbers / first.bytes
     for block, moment in ready.items():
         if block >= 0:
             yield Collective(moment, kind, scale * gradients[block], size, is_awaited=not profile.on_gpu)
@@ -229,20 +234,26 @@ def memory_bytes(profile: Profile, ranks: int, alone_bytes: float) -> float:
     trained_bytes = sum(parameter.bytes for parameter in trained)
     if exchange in RARE:  # the weights of the last exchange, and an outer momentum
         return alone_bytes + trained_bytes * (1 + (RARE[exchange][1] > 0))
-    if exchange in ("bf16", "fp16"):  # what a rank has received
-        alone_bytes += _WIRE_BYTES * sum(math.prod(parameter.shape) for parameter in trained)
-    elif exchange == "powersgd":  # errors, and copies of the gradients
+    if exchange == "powersgd":  # errors, and copies of the gradients
         alone_bytes += 2 * sum(parameter.bytes for parameter in trained if parameter.low_rank)
+    # Numbers that a rank sends and receives in 16 bits; of one message at a time, two copies in 32 bits.
+    message_bytes, copies_bytes = (2 * _WIRE_BYTES, 2 * 4) if exchange in ("bf16", "fp16") else (0, 0)
     kind = KINDS[profile.strategy]
     if kind.divides_weights:
         size, blocks = profile.shard_size or ranks, defaultdict[int, float](float)
         for parameter in profile.parameters:
             if parameter.block >= 0:
                 whole_bytes = parameter.bytes * (profile.reshards + parameter.is_trained)
-                blocks[parameter.block] += whole_bytes
+                sent_bytes = parameter.is_trained * parameter.numbers * (message_bytes + copies_bytes)
+                blocks[parameter.block] += whole_bytes + sent_bytes
                 part = parameter.padded_bytes(size) / size / max(parameter.bytes, 1)
-                alone_bytes -= (1 - part) * (whole_bytes + parameter.state_bytes)
+                parts_bytes = part * (parameter.bytes * (1 + parameter.is_trained) + parameter.state_bytes)
+                alone_bytes += parts_bytes - whole_bytes - parameter.state_bytes
         return alone_bytes + max(blocks.values(), default=0.0)
+    if message_bytes:
+        buckets = profile.buckets.values()
+        numbers = [sum(profile.parameters[point.number].numbers for point in bucket) for bucket in buckets]
+        alone_bytes += message_bytes * sum(numbers) + copies_bytes * max(numbers, default=0)
     if kind.divides_state:
         states = [(parameter.bytes, parameter.state_bytes) for parameter in trained]
         return alone_bytes - sum(state for _, state in states) + max(_loads(states, ranks), default=0.0)
