@@ -21,6 +21,7 @@ from lockstep.compare.records import Record
 from lockstep.compare.timeline import FREE, Link, Network
 from lockstep.compare.traffic import BACKWARD, FORWARD, GATHER, GRADIENT, REDUCE, Parameter, Point, Profile
 from lockstep.compare.trials import Trial
+from lockstep.config.options import flatten, override, recipe
 from lockstep.errors import RequestError, RunError
 
 from ..command import refusal
@@ -303,6 +304,25 @@ def test_what_cannot_be_forecast_is_refused(
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert sentence in refusal(capsys, "forecast", *words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--exchange powersgd --powersgd-start 9",
+        "--strategy fsdp --shard-modules Block",
+        "--strategy fsdp --no-shard-reshard",
+    ],
+)
+def test_a_run_with_other_options_of_its_method_tells_no_link(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, name, *_ = words.split()
+    options = flatten(override(recipe("digits"), **{flag.removeprefix("--"): name}))
+    (tmp_path / records.FILE).touch()
+    monkeypatch.setattr(records, "load", lambda folder: records.Run(name="", folder=folder, options=options))
+    sentence = refusal(capsys, "forecast", "digits", "--network", str(tmp_path), *words.split())
+    assert "exchanged by another method" in sentence
 
 
 def test_a_run_of_several_tells_how_fast_the_link_was() -> None:
