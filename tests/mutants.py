@@ -877,10 +877,10 @@ ranks wait for the mean one: compare/timeline.py
 an exchange costs computation nothing: compare/timeline.py
 - both_s * cost
 + both_s
-= unit/test_forecast.py::test_of_micro_batches_the_last_ones_gradients_are_exchanged
-each micro-batch exchanges its gradients: compare/traffic.py
-- if point[0] != GRADIENT or last[point] == number
-+ if True
+= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[ddp]
+each micro-batch exchanges its gradients: compare/clock.py
+- mark() if is_last() else None
++ mark()
 = ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[local-sgd]
 a forecast averages no optimizer state: compare/traffic.py
 - parameter.bytes + parameter.state_bytes for
@@ -897,6 +897,14 @@ a forecast gathers no block: compare/traffic.py
 a forecast sees no BatchNorm: compare/clock.py
 - if synchronous(module) is not None:
 + if False:
+= ranks/test_measured.py::test_a_lone_rank_meets_the_exchanges_that_ranks_make
+gradients are marked after the backward pass: compare/clock.py
+- node.register_hook(
++ parameter.register_post_accumulate_grad_hook(
+= ranks/test_traffic.py::test_sockets_send_the_bytes_of_the_forecast[fsdp that gathers once]
+weights that stay gathered are gathered again: compare/traffic.py
+- if profile.reshards else (FORWARD,)
++ if True else (FORWARD,)
 = unit/test_session.py::test_steps_that_are_made_once_in_several_batches_are_continued_where_they_stood
 a batch without a step is not counted: sessions/stepper.py
 - loop.count_batch(handed.place, handed.share.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -75,12 +76,12 @@ def test_what_is_told_is_what_was_measured(pool: RankPool, tmp_path: Path) -> No
     assert 0.6 * waited_s < told["data_wait_s"] < 1.4 * waited_s < took_s, "the steps take as long as the data"
 
 
-def _watched(world: World, folder: Path, ranks: int) -> dict[str, Any]:
+def _watched(world: World, folder: Path, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return what is measured of digits, on all ranks of the world, or of the first of so many without the others."""
     torch.set_num_threads(1)
     # Without end, as the command has it: a fast machine comes to the end of an epoch that is the last, and evaluates.
     endless = {"eval_every": 10**9, "epochs": 10**6}
-    config = override(recipe("digits"), strategy="ddp", accelerator="cpu", output=folder, **endless)
+    config = override(recipe("digits"), strategy="ddp", accelerator="cpu", output=folder, **endless, **options)
     measure_share(entry, ranks, config, world) if ranks > world.size else measure(entry, 4, config, world)
     world.barrier()  # rank 0 writes
     found: dict[str, Any] = json.loads((folder / FILE).read_text())
@@ -88,12 +89,18 @@ def _watched(world: World, folder: Path, ranks: int) -> dict[str, Any]:
 
 
 def test_a_lone_rank_meets_the_exchanges_that_ranks_make(pool: RankPool, tmp_path: Path) -> None:
-    together = pool.run(2, _watched, tmp_path / "together", 2)[0]
-    alone = pool.run(1, _watched, tmp_path / "alone", 2)[0]
+    not_yet = {"exchange": "powersgd", "powersgd_start": 10**6}  # until it begins, gradients travel as under ddp
+    together = pool.run(2, _watched, tmp_path / "together", 2, not_yet)[0]
+    alone = pool.run(1, _watched, tmp_path / "alone", 2, {})[0]
     share = forecast.share(2, 64, [alone])
     told = together["bytes_a_step"] - traffic.bytes_a_step(share.profile, 2)
     assert told == 0
-    assert sum(point.kind == traffic.GATHER for point in share.profile.points) == 2 * 9, "of each BatchNorm, both ways"
+    points = share.profile.points
+    assert sum(point.kind == traffic.GATHER for point in points) == 2 * 9, "of each BatchNorm, both ways"
+    runs = [(kind, [*run]) for kind, run in itertools.groupby(points, lambda point: point.kind)]
+    assert [kind for kind, _ in runs] == 10 * [traffic.GATHER, traffic.GRADIENT], "while the backward pass goes on"
+    convolutions = [run[-1].number for kind, run in runs if kind == traffic.GRADIENT]
+    assert convolutions == [*range(27, -1, -3)], "in its order, the last layer first"
     assert share.profile.step_s < 2 * sum(together["step_s"]) / len(together["step_s"])
 
 

@@ -19,8 +19,9 @@ from lockstep.compare.forecast import Cluster, Forecast, Job, Share
 from lockstep.compare.networks import Links
 from lockstep.compare.records import Record
 from lockstep.compare.timeline import FREE, Link, Network
-from lockstep.compare.traffic import BLOCK, GATHER, GRADIENT, REDUCE, Parameter, Point, Profile
+from lockstep.compare.traffic import BACKWARD, FORWARD, GATHER, GRADIENT, REDUCE, Parameter, Point, Profile
 from lockstep.compare.trials import Trial
+from lockstep.config.options import flatten, override, recipe
 from lockstep.errors import RequestError, RunError
 
 from ..command import refusal
@@ -84,8 +85,8 @@ def test_what_computation_and_an_exchange_cost_one_another_counts_while_both_are
 
 def sharded(**more: Any) -> Profile:
     """Return a step of 2 + 3 + 1 s: two blocks of 4 MB, forward and backward, and the optimizer's step."""
-    points = [Point(BLOCK, 0, 0), Point(BLOCK, 0, 1), Point(BLOCK, 0, 1), Point(GRADIENT, 4 * MB, 1)]
-    points += [Point(BLOCK, 0, 0), Point(GRADIENT, 4 * MB, 0)]
+    points = [Point(FORWARD, 0, 0), Point(FORWARD, 0, 1), Point(BACKWARD, 0, 1), Point(GRADIENT, 4 * MB, 1)]
+    points += [Point(BACKWARD, 0, 0), Point(GRADIENT, 4 * MB, 0)]
     weights = tuple(Parameter((4, 1), 4 * MB, True, 8 * MB, block) for block in (0, 1))
     seconds = np.array([[0.0, 1.0, 1.0, 1.5, 0.0, 1.5, 1.0]])
     return Profile(batch=8, points=tuple(points), seconds=seconds, parameters=weights, strategy="fsdp", **more)
@@ -122,8 +123,10 @@ def test_memory_is_what_a_method_leaves_to_a_rank() -> None:
     assert memory(4) == 100 - 3 / 4 * (8 + 8 + 16) + (4 + 4)
     assert memory(8) == memory(4), "each shard has a row"
     assert memory(4, shard_size=2) == 100 - 1 / 2 * 32 + 8
-    # A parameter of four numbers, as it is here, in 16 bits.
-    assert memory(strategy="ddp", exchange="bf16") == pytest.approx(100 + 2 * 2 * 4 / MB)
+    assert memory(4, reshards=False) == 100 - 3 / 4 * (8 + 16) + 8 / 4 + 4, "whole weights, and a shard of them"
+    # Two parameters of four numbers, as they are here: sent and received in 16 bits, and twice in 32 in turn.
+    assert memory(strategy="ddp", exchange="bf16") == pytest.approx(100 + (8 * (2 + 2) + 4 * (4 + 4)) / MB, abs=1e-9)
+    assert memory(4, exchange="bf16") == pytest.approx(memory(4) + 4 * (2 + 2 + 4 + 4) / MB, abs=1e-9)
     assert memory(strategy="ddp", exchange="local-sgd") == 100 + 8
     assert memory(strategy="ddp", exchange="diloco") == 100 + 16
     low_rank = tuple(parameter._replace(low_rank=1) for parameter in sharded().parameters)
@@ -193,13 +196,6 @@ def test_the_time_that_measurements_take_is_told_before_and_while_they_run(
         "measuring a rank's share of 1 (2 of 2), about 1 min 40 s left",
         "measuring a rank's share of 2 (2 of 2), about 50 s left",
     ]
-
-
-def test_of_micro_batches_the_last_ones_gradients_are_exchanged() -> None:
-    points = [[GATHER, 8, -1], [GRADIENT, 4, 0], [GRADIENT, 4, 1], [GATHER, 8, -1], [GRADIENT, 4, 0], [GRADIENT, 4, 1]]
-    found = forecast.share(2, 64, [told(0.7, points=points)]).profile
-    assert [point.kind for point in found.points] == [GATHER, GATHER, GRADIENT, GRADIENT]
-    assert found.seconds[0] == pytest.approx([0.1, 0.3, 0.1, 0.1, 0.1])
 
 
 def test_what_is_lost_sums_to_the_step_and_names_the_limit() -> None:
@@ -308,6 +304,25 @@ def test_what_cannot_be_forecast_is_refused(
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert sentence in refusal(capsys, "forecast", *words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--exchange powersgd --powersgd-start 9",
+        "--strategy fsdp --shard-modules Block",
+        "--strategy fsdp --no-shard-reshard",
+    ],
+)
+def test_a_run_with_other_options_of_its_method_tells_no_link(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, name, *_ = words.split()
+    options = flatten(override(recipe("digits"), **{flag.removeprefix("--"): name}))
+    (tmp_path / records.FILE).touch()
+    monkeypatch.setattr(records, "load", lambda folder: records.Run(name="", folder=folder, options=options))
+    sentence = refusal(capsys, "forecast", "digits", "--network", str(tmp_path), *words.split())
+    assert "exchanged by another method" in sentence
 
 
 def test_a_run_of_several_tells_how_fast_the_link_was() -> None:

@@ -120,7 +120,7 @@ def _recorded(folder: Path, job: Job) -> tuple[int, list[float]]:
 def _method(options: Mapping[str, Any]) -> list[Any]:
     """Return the options that decide what ranks exchange."""
     strategy = registry.resolved(options.get("strategy") or "auto", distributed=True)
-    keys = ("exchange-every", "powersgd-rank", "shard-size", "shard-reshard")
+    keys = ("exchange-every", "powersgd-rank", "powersgd-start", "shard-size", "shard-modules", "shard-reshard")
     return [strategy, options.get("exchange") or "full", *(options.get(key) or None for key in keys)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..monitor.progress import Progress
@@ -26,6 +26,7 @@ class Clock:
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
+        self.nodes: list[Any] = []  # of autograd's graphs, with the hooks of `mark_exchanges`
         self.restart()
 
     def restart(self) -> None:
@@ -125,21 +126,27 @@ class MarkedProgress(Progress):
 
 
 def mark_exchanges(
-    models: Iterable[nn.Module], clock: Clock, *, on_gpu: bool, blocks: Iterable[nn.Module] = ()
+    models: Iterable[nn.Module],
+    clock: Clock,
+    *,
+    on_gpu: bool,
+    blocks: Iterable[nn.Module] = (),
+    is_last: Callable[[], bool] = lambda: True,
 ) -> list[RemovableHandle]:
     """Hook the models so that the clock marks each exchange between ranks. Returns the hooks.
 
-    A mark is (kind, bytes of the statistics or gradient, number of the block or parameter). Marks where the forward and
-    the backward pass of each of the `blocks` begins.
+    A mark is a `traffic.Point`. Marks where the forward and the backward pass of each of the `blocks` begins, and each
+    gradient of a micro-batch that `is_last`.
     """
     import torch
     from torch import nn
+    from torch.autograd.graph import get_gradient_edge
 
     from ..nn.sync_batchnorm import synchronous
-    from .traffic import BLOCK, GATHER, GRADIENT, REDUCE
+    from .traffic import BACKWARD, FORWARD, GATHER, GRADIENT, REDUCE, Point
 
     def marker(kind: str, size_bytes: int, number: int = -1) -> Any:
-        return lambda *_: clock.mark((kind, size_bytes, number))
+        return lambda *_: clock.mark(Point(kind, size_bytes, number))
 
     def mark_forward(module: Any, _: Any) -> None:
         if module.training:  # mean, variance, count
@@ -151,7 +158,7 @@ def mark_exchanges(
             output.register_hook(marker(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
 
     def mark_block(number: int, module: nn.Module) -> list[RemovableHandle]:
-        mark = marker(BLOCK, 0, number)
+        mark, mark_output = marker(FORWARD, 0, number), marker(BACKWARD, 0, number)
 
         def mark_backward(module: Any, _: Any, output: Any) -> None:
             tensors = (
@@ -163,7 +170,7 @@ def mark_exchanges(
             )
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(mark)  # type: ignore[no-untyped-call]
+                    tensor.register_hook(mark_output)  # type: ignore[no-untyped-call]
                     return
 
         def mark_forward(*_: Any) -> None:
@@ -172,13 +179,16 @@ def mark_exchanges(
 
         return [module.register_forward_pre_hook(mark_forward), module.register_forward_hook(mark_backward)]
 
+    def mark_gradient(number: int, parameter: nn.Parameter) -> RemovableHandle:
+        # Not a hook of the parameter: an exchange holds those back until the whole batch has gradients.
+        mark, node = marker(GRADIENT, parameter.nbytes, number), get_gradient_edge(parameter).node
+        clock.nodes.append(node)  # if nothing keeps it, the next backward pass makes another one
+        return node.register_hook(lambda *_: mark() if is_last() else None)
+
     hooks = [hook for number, module in enumerate(blocks) for hook in mark_block(number, module)]
     joint = nn.ModuleList(models)  # a parameter that models share counts once
     for module in joint.modules():
         if synchronous(module) is not None:
             hooks += [module.register_forward_pre_hook(mark_forward), module.register_forward_hook(mark_backward)]
-    for number, parameter in enumerate(joint.parameters()):
-        if parameter.requires_grad:
-            mark = marker(GRADIENT, parameter.nbytes, number)
-            hooks.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
-    return hooks
+    numbered = enumerate(joint.parameters())
+    return hooks + [mark_gradient(number, parameter) for number, parameter in numbered if parameter.requires_grad]

@@ -156,13 +156,12 @@ def _probed(
     yield
     warm_up = measurement.steps
     exchanges, models, on_gpu = Clock(), [*loop.prepared.models.values()], world.device.type == "cuda"
-    hooks = mark_exchanges(models, exchanges, on_gpu=on_gpu)
+    hooks = mark_exchanges(models, exchanges, on_gpu=on_gpu, is_last=lambda: session.is_last)
     with FlopCounterMode(display=False) as counter:
         yield
     exchanges.end_step()
     for hook in hooks:
         hook.remove()
-    counts = {"bytes": _sent_bytes(loop, exchanges), "flops": counter.get_total_flops()}
     yield
     while (missing := _number_in(measurement, _WARM_S) - (measurement.steps - warm_up)) > 0:
         yield from _pass(missing)
@@ -171,7 +170,8 @@ def _probed(
     begun = _used(world, loop)
     clock.restart()
     yield from _pass(steps)
-    costs |= _timed(measurement, loop, begun, counts)
+    costs |= _timed(measurement, loop, begun, counter.get_total_flops())
+    costs["bytes_a_step"] = _sent_bytes(loop, exchanges)
     if method is not None:
         parallel = loop.config.parallel
         if parallel.exchange != "full" or KINDS[resolved(parallel.strategy, distributed=True)].divides_state:
@@ -181,10 +181,10 @@ def _probed(
             )
         measurement.progress.clock = None
         blocks = blocks_of(models, method)
-        mark_exchanges(models, clock, on_gpu=on_gpu, blocks=blocks)
+        mark_exchanges(models, clock, on_gpu=on_gpu, blocks=blocks, is_last=lambda: session.is_last)
         clock.restart()
         yield from _pass(steps)
-        costs["profile"] = clock.profile() | facts_of(loop.prepared, method, blocks)
+        costs["profile"] = clock.profile() | facts_of(loop.prepared, method)
     else:
         loop.confirm()
         costs["proof"] = loop.checks.outcomes()
@@ -214,7 +214,7 @@ def _used(world: World, loop: Loop) -> tuple[float, float]:
     return cpu_s, _joules(loop.meter.telemetry.handles, has_processors=world.topology.local_rank == 0)
 
 
-def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], counts: dict[str, Any]) -> dict[str, Any]:
+def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], flops: int) -> dict[str, Any]:
     """Return the timed steps' costs over all ranks (*collective*). `begun` is `_used` before them."""
     import torch
 
@@ -223,11 +223,11 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
     gpus_busy = len(telemetry.handles) * telemetry.sample().get("device_percent", 0) / 100
     peak = telemetry.peak_memory_bytes()
     # The counter sees this thread alone, not the replicas in other threads.
-    flops = counts["flops"] if len(loop.prepared.devices) == 1 else 0
+    flops = flops if len(loop.prepared.devices) == 1 else 0
     rate = _matrix_rate(world.device, loop.prepared.precision.name)  # by all ranks at the same time
     values = [*used, gpus_busy, peak["host"] or 0, peak["device"] or 0, flops, rate]
     sums = world.sum(torch.tensor(values, dtype=torch.float64, device=world.device))
-    cpu_s, joules, gpus_busy, host, device, flops, rate = sums.tolist()
+    cpu_s, joules, gpus_busy, host, device, total_flops, rate = sums.tolist()
     return {
         "ranks": world.size,
         "step_s": step_s,
@@ -236,9 +236,8 @@ def _timed(measurement: Measurement, loop: Loop, begun: tuple[float, float], cou
         "busy_gpus": gpus_busy or None,
         "joules_a_step": joules / len(step_s) if joules > 0 else None,  # 0: no counter; negative: one overflowed
         "peak_memory_bytes": {"host": host, "device": device or None},
-        "flops_a_step": flops or None,
+        "flops_a_step": total_flops or None,
         "matrix_flops_per_s": rate if math.isfinite(rate) else None,
-        "bytes_a_step": counts["bytes"],
     }
 
 
@@ -292,12 +291,15 @@ def blocks_of(models: Sequence[nn.Module], method: ParallelConfig) -> list[nn.Mo
     return [*dict.fromkeys((*roots, *blocks))]
 
 
-def facts_of(prepared: Prepared, method: ParallelConfig, blocks: Sequence[nn.Module] = ()) -> dict[str, Any]:
-    """Return the fields of a `traffic.Profile` that do not depend on time."""
+def facts_of(prepared: Prepared, method: ParallelConfig) -> dict[str, Any]:
+    """Return the fields of a `traffic.Profile` that do not depend on time, for JSON."""
     import torch
     from torch import nn
 
     from ..exchange.powersgd import PowerSGD
+    from .traffic import Parameter
+
+    blocks = blocks_of([*prepared.models.values()], method)
 
     sizes = {
         parameter: sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
@@ -307,11 +309,14 @@ def facts_of(prepared: Prepared, method: ParallelConfig, blocks: Sequence[nn.Mod
     block_of = {parameter: number for number, block in enumerate(blocks) for parameter in block.parameters()}
     codec = PowerSGD(prepared.world, rank=method.powersgd_rank or POWERSGD_RANK, start=0)
     parameters = [
-        (
-            *([*parameter.shape], parameter.nbytes, parameter.requires_grad, sizes.get(parameter, 0)),
-            block_of.get(parameter, -1) if parameter.dim() else -1,  # torch does not divide scalars
-            codec.rank_of(parameter),
-        )
+        Parameter(
+            shape=[*parameter.shape],
+            bytes=parameter.nbytes,
+            is_trained=parameter.requires_grad,
+            state_bytes=sizes.get(parameter, 0),
+            block=block_of.get(parameter, -1) if parameter.dim() else -1,  # torch does not divide scalars
+            low_rank=codec.rank_of(parameter),
+        )._asdict()
         for parameter in nn.ModuleList(prepared.models.values()).parameters()
     ]
     steps, every = prepared.source.steps() if prepared.source else None, method.exchange_every or EXCHANGE_EVERY
@@ -330,10 +335,12 @@ def facts_of(prepared: Prepared, method: ParallelConfig, blocks: Sequence[nn.Mod
 
 
 def _sent_bytes(loop: Loop, exchanges: Clock) -> float | None:
-    """Return the bytes that a rank sends per step; None for one rank, and for weights that are divided."""
+    """Return the bytes that a rank has sent in the last step; None for one rank, and for weights that are divided."""
     from .traffic import Profile, bytes_a_step
 
     prepared, method = loop.prepared, loop.config.parallel
+    if method.exchange == "powersgd" and prepared.world.progress.step <= (method.powersgd_start or 0):
+        method = dataclasses.replace(method, exchange="full")
     if prepared.world.size == 1 or KINDS[resolved(method.strategy, distributed=True)].divides_weights:
         return None
     return bytes_a_step(Profile.of(0, exchanges.profile() | facts_of(prepared, method)), prepared.world.size)

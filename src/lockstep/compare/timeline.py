@@ -163,7 +163,7 @@ def step_s(profile: Profile, ranks: int, network: Network) -> float:
     by_moment: defaultdict[int, list[Collective]] = defaultdict(list)
     for collective in traffic(profile, ranks):
         by_moment[collective.moment].append(collective)
-    for moment, gap in enumerate((tail, *gaps), END):
+    for moment, gap in enumerate((tail, *gaps), END):  # which is -1: right before point 0
         since += gap
         for collective in by_moment.get(moment, ()):
             compute()

@@ -7,10 +7,9 @@ the model begins its forward or backward pass, or a gradient is ready. docs/fore
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..config.registry import EXCHANGE_EVERY, KINDS, RARE
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DistributedDataParallel's defaults (torch.nn.parallel.DistributedDataParallel, `bucket_cap_mb`)."""
-GATHER, REDUCE, BLOCK, GRADIENT = "gather", "reduce", "block", "gradient"
+GATHER, REDUCE, FORWARD, BACKWARD, GRADIENT = "gather", "reduce", "forward", "backward", "gradient"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-reduce", "all-gather", "reduce-scatter", "all-to-all"
 BROADCAST = "broadcast"
 END = -1  # the moment after the optimizer's step
@@ -38,7 +37,7 @@ class Point(NamedTuple):
 class Parameter(NamedTuple):
     """A parameter of the measured job."""
 
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     bytes: int
     is_trained: bool
     state_bytes: int
@@ -47,6 +46,11 @@ class Parameter(NamedTuple):
     """Number of the block that gathers it under fsdp; -1 for none."""
     low_rank: int = 0
     """Rank of its matrices under powersgd; 0: its gradient is summed as it is."""
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
 
     def padded_bytes(self, ranks: int) -> int:
         """Return its bytes on all of `ranks` ranks, which have equally many rows."""
@@ -73,16 +77,13 @@ class Profile:
 
     @classmethod
     def of(cls, batch: int, measured: Mapping[str, Any]) -> Profile:
-        """Return the profile of `measured.measure_share`; drop the gradients of earlier micro-batches."""
-        points, seconds = [tuple(point) for point in measured["points"]], np.array(measured["seconds"])
-        last = {point: number for number, point in enumerate(points)}
-        kept = [number for number, point in enumerate(points) if point[0] != GRADIENT or last[point] == number]
-        ends = [0, *(number + 1 for number in kept), len(points) + 1]
-        columns = [seconds[:, begin:end].sum(1) for begin, end in itertools.pairwise(ends)]
-        fields = {key: value for key, value in measured.items() if key not in ("points", "seconds", "parameters")}
-        parameters = tuple(Parameter(tuple(shape), *rest) for shape, *rest in measured.get("parameters", ()))
-        own_points = tuple(Point(*points[number]) for number in kept)
-        return cls(batch=batch, points=own_points, seconds=np.stack(columns, 1), parameters=parameters, **fields)
+        """Return the profile of `measured.measure_share`."""
+        arrays = {
+            "points": tuple(Point(*point) for point in measured["points"]),
+            "seconds": np.array(measured["seconds"]),
+            "parameters": tuple(Parameter(**parameter) for parameter in measured.get("parameters", ())),
+        }
+        return cls(batch=batch, **{**measured, **arrays})
 
     @property
     def step_s(self) -> float:
@@ -170,7 +171,7 @@ def traffic(profile: Profile, ranks: int) -> list[Collective]:
 def _bucket(profile: Profile, bucket: list[Point], moment: int, last: int, ranks: int) -> Iterator[Collective]:
     """Yield the collectives that sum a bucket of gradients."""
     if profile.exchange in ("bf16", "fp16"):
-        size_bytes = _WIRE_BYTES * sum(math.prod(profile.parameters[point.number].shape) for point in bucket)
+        size_bytes = _WIRE_BYTES * sum(profile.parameters[point.number].numbers for point in bucket)
         yield Collective(moment, ALL_TO_ALL, size_bytes, ranks)
         yield Collective(last, ALL_GATHER, size_bytes, ranks)
         return
@@ -196,11 +197,12 @@ def _sharded(profile: Profile, ranks: int) -> Iterator[Collective]:
         if parameter.block >= 0:
             weights[parameter.block] += parameter.padded_bytes(size)
             gradients[parameter.block] += parameter.is_trained * parameter.padded_bytes(size)
-    gathered, open_blocks = list[tuple[int, int]](), set[int]()
-    for moment, point in enumerate(profile.points):
-        if point.kind == BLOCK and weights[point.number] and point.number not in open_blocks:
-            gathered.append((moment, weights[point.number]))
-            open_blocks |= set() if profile.reshards else {point.number}
+    passes = (FORWARD, BACKWARD) if profile.reshards else (FORWARD,)
+    gathered = [
+        (moment, weights[point.number])
+        for moment, point in enumerate(profile.points)
+        if point.kind in passes and weights[point.number]
+    ]
     for number, (moment, size_bytes) in enumerate(gathered):
         if not profile.on_gpu or not number:
             yield Collective(moment, ALL_GATHER, size_bytes, size, is_awaited=True)
@@ -215,7 +217,7 @@ def _sharded(profile: Profile, ranks: int) -> Iterator[Collective]:
     kind, scale = REDUCE_SCATTER if profile.on_gpu else ALL_REDUCE, 1.0  # as torch's gloo does it
     if profile.exchange in ("bf16", "fp16"):
         first = profile.trained[0]
-        kind, scale = ALL_TO_ALL, _WIRE_BYTES * math.prod(first.shape) / first.bytes
+        kind, scale = ALL_TO_ALL, _WIRE_BYTES * first.numbers / first.bytes
     for block, moment in ready.items():
         if block >= 0:
             yield Collective(moment, kind, scale * gradients[block], size, is_awaited=not profile.on_gpu)
@@ -232,20 +234,26 @@ def memory_bytes(profile: Profile, ranks: int, alone_bytes: float) -> float:
     trained_bytes = sum(parameter.bytes for parameter in trained)
     if exchange in RARE:  # the weights of the last exchange, and an outer momentum
         return alone_bytes + trained_bytes * (1 + (RARE[exchange][1] > 0))
-    if exchange in ("bf16", "fp16"):  # what a rank has received
-        alone_bytes += _WIRE_BYTES * sum(math.prod(parameter.shape) for parameter in trained)
-    elif exchange == "powersgd":  # errors, and copies of the gradients
+    if exchange == "powersgd":  # errors, and copies of the gradients
         alone_bytes += 2 * sum(parameter.bytes for parameter in trained if parameter.low_rank)
+    # Numbers that a rank sends and receives in 16 bits; of one message at a time, two copies in 32 bits.
+    message_bytes, copies_bytes = (2 * _WIRE_BYTES, 2 * 4) if exchange in ("bf16", "fp16") else (0, 0)
     kind = KINDS[profile.strategy]
     if kind.divides_weights:
         size, blocks = profile.shard_size or ranks, defaultdict[int, float](float)
         for parameter in profile.parameters:
             if parameter.block >= 0:
                 whole_bytes = parameter.bytes * (profile.reshards + parameter.is_trained)
-                blocks[parameter.block] += whole_bytes
+                sent_bytes = parameter.is_trained * parameter.numbers * (message_bytes + copies_bytes)
+                blocks[parameter.block] += whole_bytes + sent_bytes
                 part = parameter.padded_bytes(size) / size / max(parameter.bytes, 1)
-                alone_bytes -= (1 - part) * (whole_bytes + parameter.state_bytes)
+                parts_bytes = part * (parameter.bytes * (1 + parameter.is_trained) + parameter.state_bytes)
+                alone_bytes += parts_bytes - whole_bytes - parameter.state_bytes
         return alone_bytes + max(blocks.values(), default=0.0)
+    if message_bytes:
+        buckets = profile.buckets.values()
+        numbers = [sum(profile.parameters[point.number].numbers for point in bucket) for bucket in buckets]
+        alone_bytes += message_bytes * sum(numbers) + copies_bytes * max(numbers, default=0)
     if kind.divides_state:
         states = [(parameter.bytes, parameter.state_bytes) for parameter in trained]
         return alone_bytes - sum(state for _, state in states) + max(_loads(states, ranks), default=0.0)
