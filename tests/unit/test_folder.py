@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,7 +28,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lockstep.config.schema import DataConfig
-from lockstep.data import counter, folder
+from lockstep.data import counter, folder, users
 from lockstep.data.feed import GENERATORS, Feed
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
@@ -156,6 +157,59 @@ def test_a_worker_that_is_killed_is_one_sentence() -> None:
     assert re.search(r"DataLoader worker .*(killed|exited)|A data worker died as it sent samples", told), told
     assert "\n" not in told
     assert set(psutil.Process().children()) == before
+
+
+# --- decoding
+
+
+def _jpegs(tmp_path: Path) -> list[Path]:
+    ramp = np.linspace(0, 255, 160 * 96 * 3).reshape(160, 96, 3)
+    noise = np.random.default_rng(0).integers(-40, 40, ramp.shape)
+    image = Image.fromarray((ramp + noise).clip(0, 255).astype(np.uint8))
+    ways: list[tuple[str, dict[str, Any]]] = [
+        *(("RGB", {"subsampling": value}) for value in (0, 1, 2)),
+        *(("RGB", {"progressive": True}), ("L", {}), ("CMYK", {})),
+    ]
+    for number, (mode, options) in enumerate(ways):
+        image.convert(mode).save(tmp_path / f"{number}.jpg", **options)
+    return [tmp_path / f"{number}.jpg" for number in range(len(ways))]
+
+
+def test_a_build_of_torch_without_torchvision_decodes_the_same_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = _jpegs(tmp_path)
+    assert folder._jpeg()
+    images = [folder.decode(path) for path in paths]
+    monkeypatch.setattr(folder, "_jpeg", lambda: None)
+    assert all(torch.equal(image, folder.decode(path)) for image, path in zip(images, paths, strict=True))
+
+
+def test_large_jpegs_are_decoded_smaller_and_nearly_the_same(tmp_path: Path) -> None:
+    for path in _jpegs(tmp_path)[:4]:
+        whole, half, same = (folder.decode(path, least) for least in (0, 48, 49))
+        assert (half.shape, same.shape) == ((3, 80, 48), (3, 160, 96))
+        assert torch.equal(whole, same)
+        resize, least = folder.transform(21)
+        assert torch.equal(folder.decode(path, least), half)
+        assert (resize(half).float() - resize(whole).float()).abs().mean() < 2
+    _, least = folder.transform(10, ("crop",))
+    smallest = (0.08 * 3 / 4) ** 0.5 * least
+    assert 20 <= smallest <= 20.2, "the smallest crop has twice the size asked for"
+
+
+@pytest.mark.parametrize(("processors", "ranks", "workers"), [(2, 1, 2), (12, 2, 6), (3, 8, 1), (192, 8, 16)])
+def test_a_rank_has_a_data_worker_for_each_of_its_processors(
+    processors: int, ranks: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(users, "Feed", lambda reader, num_workers, **options: asked.append(num_workers))
+    monkeypatch.setattr("lockstep.hardware.cpus", lambda: processors)
+    topology = dataclasses.replace(World.alone().topology, local_size=ranks)
+    alone = dataclasses.replace(World.alone(), topology=topology)
+    monkeypatch.setattr("lockstep.data.ranks.shared", lambda world, build: build())
+    made(_drawn(tmp_path, "ants", "bees"), workers=None, world=alone)
+    assert asked == [workers] * 2
 
 
 # --- formats and names

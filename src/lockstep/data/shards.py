@@ -38,10 +38,10 @@ def scan(config: DataConfig) -> Arrays:
     """
     arrays: Arrays = {name: np.array([], np.bytes_) for name in ("classes", "ignored")}
     for split, folder in folders(config).items():
-        root = config.dir / folder
+        root, files = config.dir / folder, shards(config.dir / folder)
         with ThreadPoolExecutor(hardware.cpus()) as threads:
-            read = zip(shards(root), threads.map(_read, shards(root)), strict=True)
-            samples = [(f"{shard.name}/{name}", *numbers) for shard, rows in read for name, *numbers in rows]
+            tables = zip(files, threads.map(_read, files), strict=True)
+            samples = [(f"{shard.name}/{name}", *numbers) for shard, table in tables for name, *numbers in table]
         names, *rest = zip(*samples, strict=True) if samples else ((), (), (), ())
         offsets, sizes, labels = (np.array(column, np.int64) for column in rest)
         paths = np.array([*map(os.fsencode, names)], np.bytes_)
@@ -68,15 +68,16 @@ def _read(shard: Path) -> list[_Sample]:
             for member in archive:
                 if member.isdir():
                     continue
-                if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                if not member.isreg() or member.issparse():
                     raise ValueError(f"{member.name} is a link or special file")
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
                 key = f"{folder}/{stem}"
                 if ending == "cls":
-                    labels[key] = _label(
-                        member.name, os.pread(file.fileno(), _MOST_DIGITS + 2, member.offset_data)[: member.size]
-                    )
+                    digits = os.pread(file.fileno(), min(member.size, _MOST_DIGITS + 2), member.offset_data).strip()
+                    if not (digits.isdigit() and len(digits) <= _MOST_DIGITS):
+                        raise ValueError(f"{member.name} holds no class number")
+                    labels[key] = int(digits)
                 elif f".{ending.lower()}" in ENDINGS:
                     if key in images or member.size > MOST_BYTES:
                         raise ValueError(f"{member.name} is a second image of its key, or too large")
@@ -90,9 +91,3 @@ def _read(shard: Path) -> list[_Sample]:
         text = str(error) if isinstance(error, ValueError | tarfile.TarError) else reason(error)
         raise RequestError(f"{shard} cannot be read ({text}); write it again, or remove it.") from error
     return [(*image, labels[key]) for key, image in images.items()]
-
-
-def _label(name: str, text: bytes) -> int:
-    if not text.strip().isdigit():
-        raise ValueError(f"{name} holds no class number")
-    return int(text)
