@@ -64,7 +64,7 @@ LAYOUTS = {"imagefolder": "CLASS/*.jpg", "webdataset": "*.tar"}
 
 @dataclass(frozen=True)
 class Photographs:
-    """Map-style data set of images: (bytes (3, size, size), label). `paths` (N,) are bytes, to save memory.
+    """Map-style data set of images: (bytes (size, size, 3), label). `paths` (N,) are bytes, to save memory.
 
     With `spans` (N, 2), image `SHARD/MEMBER` is `size` bytes at `offset` of the tar shard. `least` is that of `decode`.
     """
@@ -86,7 +86,8 @@ class Photographs:
             offset, size = self.spans[index].tolist()
             span = self.root / path.partition("/")[0], offset, size
         image = decode(self.root / path, self.least, span)
-        return self.transform(image) if self.transform else image, int(self.labels[index])
+        image = self.transform(image) if self.transform else image
+        return image.permute(1, 2, 0), int(self.labels[index])
 
     def is_corrupt(self, index: int) -> bool:
         """Return whether the image cannot be decoded."""
@@ -150,32 +151,50 @@ def _jpeg() -> Callable[[Tensor], Tensor] | None:
 def transform(size: int, variations: tuple[str, ...] = ()) -> tuple[Callable[[Tensor], Tensor], int]:
     """Return a transform to images (3, size, size), and the shortest side that it needs (`decode`'s `least`).
 
-    The transform crops and flips if "crop" and "flip" are among the `variations`.
+    "crop" and "flip" are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, with the same draws.
     """
-    centre, least = partial(_centre, size=size), _GAP * size * 256 // 224
-    if not {"crop", "flip"} & {*variations}:
-        return centre, least  # without torchvision, which some builds of torch cannot load
-    from torchvision.transforms import v2
+    crop: Callable[[Tensor], tuple[int, int, int, int]] | None = None
+    if "crop" in variations:
+        from torchvision.transforms import RandomResizedCrop  # which some builds of torch cannot load
 
-    composed: Callable[[Tensor], Tensor] = v2.Compose(
-        [v2.RandomResizedCrop(size) if "crop" in variations else centre]
-        + [v2.RandomHorizontalFlip()] * ("flip" in variations)
-    )
-    return composed, round(_GAP * size / _LEAST_CROP) if "crop" in variations else least
+        crop = partial(RandomResizedCrop.get_params, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3])
+    least = size / _LEAST_CROP if crop else size * 256 / 224
+    return partial(_vary, size=size, crop=crop, flips="flip" in variations), round(_GAP * least)
+
+
+def _vary(
+    image: Tensor, size: int, crop: Callable[[Tensor], tuple[int, int, int, int]] | None, *, flips: bool
+) -> Tensor:
+    import torch
+
+    if crop:
+        top, left, height, width = crop(image)
+        image = _resize(image[:, top : top + height, left : left + width], size, size)
+    else:
+        image = _centre(image, size)
+    return image.flip(2) if flips and torch.rand(1) < 0.5 else image
 
 
 def _centre(image: Tensor, size: int) -> Tensor:
     """Resize to a shorter side of 256/224 of `size`; crop the centre, as torchvision's `Resize` and `CenterCrop`."""
-    from torch.nn import functional
-
     shorter = min(image.shape[1:])
     for dim in (1, 2):
         if (excess := image.shape[dim] - _LONGEST * shorter) > 0:
             image = image.narrow(dim, excess // 2, _LONGEST * shorter)
-    sides = [size * 256 // 224 * side // shorter for side in image.shape[1:]]
-    image = functional.interpolate(image[None], sides, mode="bilinear", antialias=True)[0]
-    top, left = (round((side - size) / 2) for side in sides)
-    return image[:, top : top + size, left : left + size]
+    height, width = (size * 256 // 224 * side // shorter for side in image.shape[1:])
+    top, left = (round((side - size) / 2) for side in (height, width))
+    return _resize(image, height, width)[:, top : top + size, left : left + size]
+
+
+def _resize(image: Tensor, height: int, width: int) -> Tensor:
+    """Return bytes (3, height, width) whose pixels are contiguous."""
+    import torch
+    from torch.nn import functional
+
+    image = image[None].contiguous(memory_format=torch.channels_last)
+    # torch takes the strides of a single image for those of planes, and would copy each plane.
+    image = image.as_strided(image.shape, (image.numel(), *image.stride()[1:]))
+    return functional.interpolate(image, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def folders(config: DataConfig) -> dict[str, str]:
@@ -294,8 +313,7 @@ def build(request: Request, scan: Callable[[DataConfig], Arrays] = _scan) -> Spl
         images = Photographs(config.dir / splits[split], paths, labels, arrays.get(f"{split} spans"), *steps)
         # Workers crop and flip the large image; the device does the cutout.
         cutout = tuple(name for name in variations if name == "cutout")
-        normalise = Transform(request, (3, size, size), cutout, MEAN, STD, turns=True)
-        source = Streamed(request, images, split, classes, normalise)
+        source = Streamed(request, images, split, classes, Transform(request, (3, size, size), cutout, MEAN, STD))
         source.files = splits[split], paths
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source

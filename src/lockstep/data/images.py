@@ -68,7 +68,7 @@ class Transform:
 
     def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
         """Return images x of samples `indices` (n,) for this epoch."""
-        x = to_device(x, self._device).permute(0, 2, 3, 1).contiguous() if self._turns else x
+        x = x.permute(0, 2, 3, 1).contiguous() if self._turns else x
         draws = self.draw(epoch, indices)
         if "crop" in self._names or "flip" in self._names:
             x = _move(x, to_device(draws[:3], x.device))
