@@ -11,6 +11,7 @@ NAMES = (
     "start",
     "overhead",
     "feed",
+    "photographs",
     "pyramidnet",
     "ddp",
     "collectives",

@@ -89,6 +89,15 @@ def read(path: Path, *, most_bytes: int = MOST_BYTES, through_links: bool = Fals
         return file.read(size)  # not to the end, which another process may move
 
 
+def read_span(path: Path, offset: int, size: int) -> bytes:
+    """Return `size` bytes at `offset` of a regular file that the user named. Raises OSError if it is shorter."""
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
+        data = os.pread(file.fileno(), size, offset)
+    if len(data) < size:
+        raise OSError(errno.EIO, "it is cut short", str(path))
+    return data
+
+
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a foreign file with their ends. Raises as `read`, and for a line of 64 MiB."""
     with open(path, "rb", opener=unlinked) as file:

@@ -29,8 +29,10 @@ from lockstep.world.world import World
 
 from .. import own_data
 from ..command import CODE
+from ..curves import apart, curve
 from ..pool import RankPool
 from ..real_data import photographs
+from ..tars import shards
 
 
 def _built(world: World, config: DataConfig) -> Splits:
@@ -56,16 +58,28 @@ def _epoch(world: World, config: DataConfig) -> list[tuple[int, bytes]]:
         DataConfig(augment=("crop", "flip", "cutout")),
         DataConfig(name="fake", image_size=8, samples=300, augment=("crop",)),
         DataConfig(name="imagefolder", image_size=32, workers=0, augment=("crop", "flip")),
+        DataConfig(name="webdataset", image_size=8, workers=0, augment=("crop", "flip")),
         DataConfig(name="tests.own_data:drawn", workers=0),
     ],
     ids=lambda config: config.name,
 )
-def test_any_number_of_ranks_computes_the_same_samples_once(pool: RankPool, config: DataConfig) -> None:
+def test_any_number_of_ranks_computes_the_same_samples_once(pool: RankPool, config: DataConfig, tmp_path: Path) -> None:
     if config.name == "imagefolder":
         config = dataclasses.replace(config, dir=photographs())
+    if config.name == "webdataset":
+        config = dataclasses.replace(config, dir=shards(tmp_path, train=150))
     (alone,) = pool.run(1, _epoch, config)
     assert len(dict(alone)) == len(alone)
     assert sorted(chain(*pool.run(3, _epoch, config))) == sorted(alone)
+
+
+def test_a_run_on_shards_resumes_within_an_epoch_on_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"data": "webdataset", "data_dir": shards(tmp_path), "image_size": 8, "workers": 0}
+    asked |= {"model": "mlp", "batch": 12, "augment": ("crop", "flip"), "accelerator": "cpu", "ledger": True}
+    whole = curve(pool, tmp_path / "whole", 1, **asked, max_steps=6)  # an epoch has 4
+    begun, _ = curve(pool, tmp_path / "run", 2, **asked, max_steps=2)
+    rest, weights = curve(pool, tmp_path / "run", 3, **asked, max_steps=6, resume="auto")
+    assert apart((begun | rest, weights), whole) < 1e-9
 
 
 def _shared(world: World) -> tuple[bool, bool, list[int], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,7 +28,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lockstep.config.schema import DataConfig
-from lockstep.data import counter, folder
+from lockstep.data import counter, folder, users
 from lockstep.data.feed import GENERATORS, Feed
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
@@ -68,11 +69,12 @@ def test_images_are_torchvisions_and_numbered_by_class_and_name(monkeypatch: pyt
     splits = made(photographs())
     assert (len(splits.train), len(splits.test), splits.train.classes) == (120, 80, 2)
     assert splits.train.shape == (3, 64, 64)
-    whole = v2.Compose([v2.Resize(73), v2.CenterCrop(64), v2.PILToTensor()])  # 256 / 224 of 64
+    whole = v2.Compose([v2.Resize(73), v2.CenterCrop(64)])  # 256 / 224 of 64
+    _, least = folder.transform(64)
     normalise = v2.Normalize(folder.MEAN, folder.STD)
     for split, source, chosen in (("train", splits.train, range(0, 120, 10)), ("val", splits.test, range(0, 80, 8))):
         listed = [path for name in ("ants", "bees") for path in sorted((photographs() / split / name).iterdir())]
-        expected = torch.stack([normalise(whole(folder.decode(listed[index])).float()) for index in chosen])
+        expected = torch.stack([normalise(whole(folder.decode(listed[index], least)).float()) for index in chosen])
         x, y = fetch(source, chosen)
         torch.testing.assert_close(x, expected, rtol=0, atol=0.018)  # one of 255 levels
         assert y.tolist() == [int(listed[index].parent.name == "bees") for index in chosen]
@@ -155,6 +157,59 @@ def test_a_worker_that_is_killed_is_one_sentence() -> None:
     assert re.search(r"DataLoader worker .*(killed|exited)|A data worker died as it sent samples", told), told
     assert "\n" not in told
     assert set(psutil.Process().children()) == before
+
+
+# --- decoding
+
+
+def _jpegs(tmp_path: Path) -> list[Path]:
+    ramp = np.linspace(0, 255, 160 * 96 * 3).reshape(160, 96, 3)
+    noise = np.random.default_rng(0).integers(-40, 40, ramp.shape)
+    image = Image.fromarray((ramp + noise).clip(0, 255).astype(np.uint8))
+    ways: list[tuple[str, dict[str, Any]]] = [
+        *(("RGB", {"subsampling": value}) for value in (0, 1, 2)),
+        *(("RGB", {"progressive": True}), ("L", {}), ("CMYK", {})),
+    ]
+    for number, (mode, options) in enumerate(ways):
+        image.convert(mode).save(tmp_path / f"{number}.jpg", **options)
+    return [tmp_path / f"{number}.jpg" for number in range(len(ways))]
+
+
+def test_a_build_of_torch_without_torchvision_decodes_the_same_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = _jpegs(tmp_path)
+    assert folder._jpeg()
+    images = [folder.decode(path) for path in paths]
+    monkeypatch.setattr(folder, "_jpeg", lambda: None)
+    assert all(torch.equal(image, folder.decode(path)) for image, path in zip(images, paths, strict=True))
+
+
+def test_large_jpegs_are_decoded_smaller_and_nearly_the_same(tmp_path: Path) -> None:
+    for path in _jpegs(tmp_path)[:4]:
+        whole, half, same = (folder.decode(path, least) for least in (0, 48, 49))
+        assert (half.shape, same.shape) == ((3, 80, 48), (3, 160, 96))
+        assert torch.equal(whole, same)
+        resize, least = folder.transform(21)
+        assert torch.equal(folder.decode(path, least), half)
+        assert (resize(half).float() - resize(whole).float()).abs().mean() < 2
+    _, least = folder.transform(10, ("crop",))
+    smallest = (0.08 * 3 / 4) ** 0.5 * least
+    assert 20 <= smallest <= 20.2, "the smallest crop has twice the size asked for"
+
+
+@pytest.mark.parametrize(("processors", "ranks", "workers"), [(2, 1, 2), (12, 2, 6), (3, 8, 1), (192, 8, 16)])
+def test_a_rank_has_a_data_worker_for_each_of_its_processors(
+    processors: int, ranks: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(users, "Feed", lambda reader, num_workers, **options: asked.append(num_workers))
+    monkeypatch.setattr("lockstep.hardware.cpus", lambda: processors)
+    topology = dataclasses.replace(World.alone().topology, local_size=ranks)
+    alone = dataclasses.replace(World.alone(), topology=topology)
+    monkeypatch.setattr("lockstep.data.ranks.shared", lambda world, build: build())
+    made(_drawn(tmp_path, "ants", "bees"), workers=None, world=alone)
+    assert asked == [workers] * 2
 
 
 # --- formats and names
@@ -285,7 +340,8 @@ told = {}
 for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
     begun_s = time.monotonic()
     try:
-        told[path.name] = str(folder.transform(224)(folder.decode(path)).size)
+        transform, least = folder.transform(224)
+        told[path.name] = str(tuple(transform(folder.decode(path, least)).shape))
     except RequestError as error:
         told[path.name] = str(error)
     assert time.monotonic() - begun_s < 10, path
@@ -309,7 +365,7 @@ def test_a_small_file_costs_little_whatever_it_is(tmp_path: Path) -> None:
         if word:
             assert re.search(rf"{name} cannot be decoded \(.*({word}).*--skip-corrupt", told[name]), told[name]
         else:
-            assert told[name] == "(224, 224)"
+            assert told[name] == "(3, 224, 224)"
 
 
 def test_the_centre_of_any_image_is_torchvisions() -> None:
@@ -317,8 +373,9 @@ def test_the_centre_of_any_image_is_torchvisions() -> None:
     for width, height in ((10, 401), (1000, 12), (16, 1), (301, 160)):
         ramp = np.linspace(0, 255, max(width, height)).reshape((height, 1) if height > width else (1, width))
         image = Image.fromarray(np.broadcast_to(ramp[:, :, None], (height, width, 3)).astype(np.uint8))
-        apart = np.asarray(folder.transform(64)(image), int) - np.asarray(whole(image), int)
-        assert abs(apart).max() <= 1
+        found = folder.transform(64)[0](v2.functional.pil_to_tensor(image))
+        apart = found.permute(1, 2, 0).numpy().astype(int) - np.asarray(whole(image), int)
+        assert abs(apart).max() <= 1, (width, height)
 
 
 @often
@@ -327,4 +384,4 @@ def test_a_damaged_image_is_an_image_or_refused(tmp_path_factory: pytest.TempPat
     file = tmp_path_factory.getbasetemp() / "mutated.png"
     file.write_bytes(data)
     with contextlib.suppress(RequestError):
-        assert folder.transform(8)(folder.decode(file)).size == (8, 8)
+        assert folder.transform(8)[0](folder.decode(file, 18)).shape == (3, 8, 8)

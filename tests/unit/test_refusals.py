@@ -52,6 +52,7 @@ TRAIN = """
 --model mine.py                        | Unknown model 'mine.py' | your own goes with module:attribute
 --data photos                          | --data imagefolder --data-dir photos
 --data imagefolder --data-dir gone     | gone/train is not there | --data-dir
+--data webdataset --data-dir gone      | gone/train/*.tar | gone/train is not there | --data-dir
 --data cifar10 --no-download --data-dir gone | gone/cifar-10-batches-py | allow --download
 --image-size 9                         | --image-size | --data digits | imagefolder
 --optimizer adamw --momentum .5        | --momentum | --optimizer adamw

@@ -57,16 +57,16 @@ class DataConfig:
     """The data set and its augmentation."""
 
     name: Annotated[str, _key(name="data")] = "digits"
-    """digits, cifar10, cifar100, imagefolder, fake, or your own MODULE:NAME."""
+    """digits, cifar10, cifar100, imagefolder, webdataset, fake, or your own MODULE:NAME."""
     dir: Annotated[Path, _key(name="data-dir")] = Path("data")  # Folder of the data set and of downloads.
     download: bool = True  # Download a missing data set, and verify its checksum.
     workers: Annotated[_MaybeInt, _FromZero] = None
-    """Processes per rank that decode images of imagefolder and your own data sets; 0: the rank itself decodes.
-    Default: the rank's processors, at most 4; with --step, none."""
+    """Processes per rank that decode images (imagefolder, webdataset, your own data sets); 0: the rank itself decodes.
+    Default: the rank's processors, at most 16; with --step, none."""
     augment: Annotated[
         tuple[str, ...], OneOf(("crop", "flip", "cutout")), _key(metavar="NAME …")
     ] = ()  # Any of crop, flip, cutout.
-    image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels, for imagefolder and fake.
+    image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels, for folders, shards and fake.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
     holdout: _Share = 0.0  # Fraction of each training class for validation, by --seed.
     skip_corrupt: bool = False  # Skip and count images that cannot be decoded.

@@ -1,12 +1,14 @@
-"""Folders of photographs, ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, decoded during training.
+"""Photographs decoded during training: ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or tar shards (`shards`).
 
 If ROOT/test also holds class folders, test is the test set and val is for validation; val may then be absent.
 Crop and flip are the "Inception" augmentation (Szegedy et al., 2015), by torchvision; other images are resized so that
-the shorter side is 256/224 of the requested one, and cropped to the centre. This module does not import torch.
+the shorter side is 256/224 of the requested one, and cropped to the centre. Pillow reads the header, torchvision
+decodes JPEGs (the same pixels, faster), and torch resizes bytes. Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -15,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +26,10 @@ import numpy as np
 from .. import hardware
 from ..config.schema import DataConfig
 from ..errors import RequestError
-from ..files import read
+from ..files import read, read_span
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from torch import Tensor
 
     from .ranks import Array, Arrays
     from .source import Request, Source, Splits
@@ -37,12 +39,12 @@ STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 """ImageNet's, as torchvision's pretrained models expect them, in units of bytes."""
 _KINDS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 """Accepted formats. Pillow knows forty more, some of which start other programs."""
-_ENDINGS = (
+ENDINGS = (
     *(".jpg", ".jpeg", ".png", ".jpe", ".jfif", ".mpo", ".apng", ".webp", ".bmp", ".dib", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tif", ".tiff"),
 )
 """Pillow's for these formats."""
-_MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 _SCAN = re.compile(rb"\xff\xda\0(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")
 _SCANS = 16
 """A progressive JPEG has about ten, each a pass over all pixels; its file may have 95 bytes."""
@@ -50,32 +52,64 @@ _MOST_PIXELS = 80_000_000
 """Pillow does not warn below this. A file of 34 bytes can have as many pixels."""
 
 
+_LEAST_CROP = 0.244
+"""Shorter side of RandomResizedCrop's smallest crop, in shorter sides of the image: (0.08 · 3/4) ** 0.5, rounded."""
+_GAP = 2
+"""Least factor of resizing after a JPEG was decoded at a part of its size, as in Pillow's `Image.thumbnail`."""
+_LONGEST = 4
+"""Sides of more than so many shorter ones are cut to it before resizing: most of a strip's pixels are cropped away."""
+LAYOUTS = {"imagefolder": "CLASS/*.jpg", "webdataset": "*.tar"}
+"""Of a split's folder, by data set."""
+
+
 @dataclass(frozen=True)
 class Photographs:
-    """Map-style data set of images: (bytes (size, size, 3), label). `paths` (N,) are bytes, to save memory."""
+    """Map-style data set of images: (bytes (size, size, 3), label). `paths` (N,) are bytes, to save memory.
+
+    With `spans` (N, 2), image `SHARD/MEMBER` is `size` bytes at `offset` of the tar shard. `least` is that of `decode`.
+    """
 
     root: Path
     paths: Array
     labels: Array
-    transform: Callable[[Image.Image], Image.Image]
+    spans: Array | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+    least: int = 0
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Array, int]:
-        image = decode(self.root / os.fsdecode(self.paths[index]))
-        return np.array(self.transform(image)), int(self.labels[index])
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = os.fsdecode(self.paths[index])
+        span = None
+        if self.spans is not None:
+            offset, size = self.spans[index].tolist()
+            span = self.root / path.partition("/")[0], offset, size
+        image = decode(self.root / path, self.least, span)
+        image = self.transform(image) if self.transform else image
+        return image.permute(1, 2, 0), int(self.labels[index])
+
+    def is_corrupt(self, index: int) -> bool:
+        """Return whether the image cannot be decoded."""
+        try:
+            self[index]
+        except RequestError:
+            return True
+        return False
 
 
-def decode(path: Path) -> Image.Image:
-    """Return the image at `path` in red, green and blue.
+def decode(path: Path, least: int = 0, span: tuple[Path, int, int] | None = None) -> Tensor:
+    """Return the image at `path`, or at `span` (file, offset, size), as bytes (3, H, W) in red, green and blue.
 
-    Raises `RequestError` for a file that cannot be decoded, or would cost far more than a photograph.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size (libjpeg's DCT scaling) if each side then has `least` pixels; at
+    full size if `least` is 0. Raises `RequestError` for a file that cannot be decoded, or would cost far more than a
+    photograph.
     """
+    import torch
     from PIL import Image, UnidentifiedImageError
 
     try:
-        data = read(path, most_bytes=_MOST_BYTES, through_links=True)
+        data = read_span(*span) if span else read(path, most_bytes=MOST_BYTES, through_links=True)
         with Image.open(io.BytesIO(data), formats=_KINDS) as image:
             scans = len(_SCAN.findall(data)) if image.format in ("JPEG", "MPO") else 1
             if image.width * image.height * max(1, scans / _SCANS) > _MOST_PIXELS:
@@ -84,7 +118,15 @@ def decode(path: Path) -> Image.Image:
                 raise ValueError("it is a compressed BMP, which takes Pillow seconds")
             if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would clip at 255
                 raise ValueError(f"its pixels have mode {image.mode}; save it with 8 bits for each channel")
-            return image.convert("RGB")
+            size = image.size
+            if least:
+                image.draft("RGB", (least, least))
+            jpeg = _jpeg()
+            if jpeg and image.format == "JPEG" and image.mode in ("RGB", "L") and image.size == size:
+                with contextlib.suppress(RuntimeError, AttributeError):  # Pillow names the damage
+                    return jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
+            return torch.from_numpy(pixels).permute(2, 0, 1)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, …
         unknown = f"it is none of {', '.join(_KINDS)}" if isinstance(error, UnidentifiedImageError) else ""
         reason = unknown or getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -93,52 +135,87 @@ def decode(path: Path) -> Image.Image:
         ) from error
 
 
-def transform(size: int, variations: tuple[str, ...] = ()) -> Callable[[Image.Image], Image.Image]:
-    """Return a transform to size × size images, with "crop" and "flip" if the `variations` name them."""
-    centre = partial(_centre, size=size)
-    if not {"crop", "flip"} & {*variations}:
-        return centre  # without torchvision, which some builds of torch cannot load
-    from torchvision.transforms import v2
+@cache
+def _jpeg() -> Callable[[Tensor], Tensor] | None:
+    """Return torchvision's decoder of JPEGs, whose pixels are Pillow's, in less time; None where it does not load.
 
-    composed: Callable[[Image.Image], Image.Image] = v2.Compose(
-        [v2.RandomResizedCrop(size) if "crop" in variations else centre]
-        + [v2.RandomHorizontalFlip()] * ("flip" in variations)
-    )
-    return composed
-
-
-def _centre(image: Image.Image, size: int) -> Image.Image:
-    """Resize to a shorter side of 256/224 of `size`; crop the centre.
-
-    As torchvision's `Resize` and `CenterCrop`, within one of 255 levels. Computes the centre alone: of a long strip,
-    nearly all would be cut off.
+    torchvision 0.29 deprecates it in favour of TorchCodec.
     """
-    from PIL.Image import Resampling
+    with contextlib.suppress(ImportError, RuntimeError):
+        from torchvision.io import ImageReadMode, decode_jpeg
 
-    columns, rows = (_middle(side, size * 256 // 224 * side // min(image.size), size) for side in image.size)
-    return image.resize((size, size), Resampling.BILINEAR, box=(columns[0], rows[0], columns[1], rows[1]))
+        return partial(decode_jpeg, mode=ImageReadMode.RGB)
+    return None
 
 
-def _middle(side: int, resized: int, size: int) -> tuple[float, float]:
-    """Return the ends, in pixels of `side`, of the middle `size` pixels after resizing to `resized`."""
-    start = round((resized - size) / 2)
-    return side * start / resized, side * (start + size) / resized
+def transform(size: int, variations: tuple[str, ...] = ()) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Return a transform to images (3, size, size), and the shortest side that it needs (`decode`'s `least`).
+
+    "crop" and "flip" are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, with the same draws.
+    """
+    crop: Callable[[Tensor], tuple[int, int, int, int]] | None = None
+    if "crop" in variations:
+        from torchvision.transforms import RandomResizedCrop  # which some builds of torch cannot load
+
+        crop = partial(RandomResizedCrop.get_params, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3])
+    least = size / _LEAST_CROP if crop else size * 256 / 224
+    return partial(_vary, size=size, crop=crop, flips="flip" in variations), round(_GAP * least)
+
+
+def _vary(
+    image: Tensor, size: int, crop: Callable[[Tensor], tuple[int, int, int, int]] | None, *, flips: bool
+) -> Tensor:
+    import torch
+
+    if crop:
+        top, left, height, width = crop(image)
+        image = _resize(image[:, top : top + height, left : left + width], size, size)
+    else:
+        image = _centre(image, size)
+    return image.flip(2) if flips and torch.rand(1) < 0.5 else image
+
+
+def _centre(image: Tensor, size: int) -> Tensor:
+    """Resize to a shorter side of 256/224 of `size`; crop the centre, as torchvision's `Resize` and `CenterCrop`."""
+    shorter = min(image.shape[1:])
+    for dim in (1, 2):
+        if (excess := image.shape[dim] - _LONGEST * shorter) > 0:
+            image = image.narrow(dim, excess // 2, _LONGEST * shorter)
+    height, width = (size * 256 // 224 * side // shorter for side in image.shape[1:])
+    top, left = (round((side - size) / 2) for side in (height, width))
+    return _resize(image, height, width)[:, top : top + size, left : left + size]
+
+
+def _resize(image: Tensor, height: int, width: int) -> Tensor:
+    """Return bytes (3, height, width) whose pixels are contiguous."""
+    import torch
+    from torch.nn import functional
+
+    image = image[None].contiguous(memory_format=torch.channels_last)
+    # torch takes the strides of a single image for those of planes, and would copy each plane.
+    image = image.as_strided(image.shape, (image.numel(), *image.stride()[1:]))
+    return functional.interpolate(image, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def folders(config: DataConfig) -> dict[str, str]:
-    """Return {split: its folder}. A test folder without class folders, as ImageNet's is, is not read.
+    """Return {split: its folder}. A test folder without class folders or shards, as ImageNet's is, is not read.
 
-    Raises `RequestError` without an image folder at --data-dir.
+    Raises `RequestError` if --data-dir has no such folders.
     """
-    val, test = config.dir / "val", config.dir / "test"
+    val, test, layout = config.dir / "val", config.dir / "test", LAYOUTS[config.name]
     folder_of = {"train": "train", "test": "val"}
-    if test.is_dir() and _classes(test):
+    if test.is_dir() and (shards(test) if layout == "*.tar" else _classes(test)):
         folder_of = {"train": "train"} | ({"validation": "val"} if val.is_dir() else {}) | {"test": "test"}
     for root in (config.dir / name for name in folder_of.values()):
         if not root.is_dir():
             advice = "give --data-dir the folder that holds train and val, or train and test"
-            raise RequestError(f"--data imagefolder needs {root}/CLASS/*.jpg, and {root} is not there; {advice}.")
+            raise RequestError(f"--data {config.name} needs {root}/{layout}, and {root} is not there; {advice}.")
     return folder_of
+
+
+def shards(root: Path) -> list[Path]:
+    """Return the tar shards in a split's folder, by name."""
+    return sorted(path for path in root.glob("*.tar") if not path.name.startswith("."))
 
 
 def _classes(root: Path) -> list[str]:
@@ -158,23 +235,34 @@ def _scan(config: DataConfig) -> Arrays:
     for split, folder in folder_of.items():
         root = config.dir / folder
         files = [_images(root, name, other_files) for name in classes]
-        if config.skip_corrupt:
-            every = [root / path for paths in files for path in paths]
-            with ThreadPoolExecutor(hardware.cpus()) as threads:  # Pillow decodes without the interpreter's lock
-                corrupt = {path: "" for path, bad in zip(every, threads.map(_is_corrupt, every), strict=True) if bad}
-            files = [[path for path in paths if root / path not in corrupt] for paths in files]
-            arrays[f"{split} skipped"] = np.array([os.fsencode(path) for path in corrupt], np.bytes_)
-        if not (classes and all(files)):
-            empty = root / classes[files.index([])] if classes else root
+        paths = np.array([os.fsencode(path) for paths in files for path in paths], np.bytes_)
+        labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
+        arrays |= columns(config, split, Photographs(root, paths, labels))
+        counts = np.bincount(arrays[f"{split} labels"], minlength=len(classes))
+        if not (classes and counts.all()):
+            empty = root / classes[int(counts.argmin())] if classes else root
             raise RequestError(
-                f"{empty} holds no images ({', '.join(_ENDINGS[:3])}, …) that can be decoded; the layout is "
+                f"{empty} holds no images ({', '.join(ENDINGS[:3])}, …) that can be decoded; the layout is "
                 f"{root}/CLASS/*.jpg: put some there, or remove the class from each split."
             )
-        arrays[f"{split} paths"] = np.array([os.fsencode(path) for paths in files for path in paths], np.bytes_)
-        arrays[f"{split} labels"] = np.repeat(np.arange(len(classes)), [len(paths) for paths in files])
     ignored = [f"{ending or 'no ending'} {count:,}" for ending, count in sorted(other_files.items())]
     texts = {"classes": classes, "ignored": ignored}
     return arrays | {key: np.array([os.fsencode(word) for word in words], np.bytes_) for key, words in texts.items()}
+
+
+def columns(config: DataConfig, split: str, images: Photographs) -> Arrays:
+    """Return the columns of a split's table; with --skip-corrupt, those of images that can be decoded."""
+    table = {"paths": images.paths, "labels": images.labels}
+    if images.spans is not None:
+        table["spans"] = images.spans
+    if config.skip_corrupt:
+        with ThreadPoolExecutor(hardware.cpus()) as threads:  # images are decoded without the interpreter's lock
+            is_corrupt = np.array([*threads.map(images.is_corrupt, range(len(images)))], bool)
+        skipped = [os.fsencode(images.root) + b"/" + path for path in images.paths[is_corrupt].tolist()]
+        table = {name: column[~is_corrupt] for name, column in table.items()} | {
+            "skipped": np.array(skipped, np.bytes_)
+        }
+    return {f"{split} {name}": column for name, column in table.items()}
 
 
 def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
@@ -194,43 +282,38 @@ def _images(root: Path, name: str, other_files: Counter[str]) -> list[str]:
         inner[:] = sorted(subfolder for subfolder in inner if not subfolder.startswith("."))
         below = os.path.relpath(folder, root)
         for file in files:
-            if file.lower().endswith(_ENDINGS) and not file.startswith("."):
+            if file.lower().endswith(ENDINGS) and not file.startswith("."):
                 images.append((below, file))
             elif not file.startswith("."):
                 other_files[Path(file).suffix.lower()] += 1
     return [f"{below}/{file}" for below, file in sorted(images)]
 
 
-def _is_corrupt(path: Path) -> bool:
-    try:
-        decode(path)
-    except RequestError:
-        return True
-    return False
-
-
-def build(request: Request) -> Splits:
-    """Return the sources of the image folder at --data-dir (*collective*)."""
+def build(request: Request, scan: Callable[[DataConfig], Arrays] = _scan) -> Splits:
+    """Return the sources of the images at --data-dir, which `scan` lists (*collective*)."""
     from .images import Transform
     from .ranks import check_alike, digest, shared
     from .source import SPLITS, Splits
     from .users import Streamed
 
     config, size, none = request.config, request.config.image_size, np.empty(0)
-    arrays = shared(request.world, lambda: _scan(config))
+    arrays = shared(request.world, lambda: scan(config))
     facts: dict[str, int | str] = {}
     for split in SPLITS:
-        paths, labels = (arrays.get(f"{split} {name}", none) for name in ("paths", "labels"))
-        facts |= {f"{split} images": len(paths), f"{split} names of digest": digest(paths, labels)}
+        table = [arrays.get(f"{split} {name}", none) for name in ("paths", "labels", "spans")]
+        facts |= {f"{split} images": len(table[0]), f"{split} names of digest": digest(*table)}
     check_alike(request.world, f"The image folder {config.dir}", facts)
     splits, names = folders(config), tuple(map(os.fsdecode, arrays["classes"].tolist()))
+    classes = int(arrays["train labels"].max()) + 1
+    _jpeg()  # imported once, and not by each worker
 
     def make(split: str, variations: tuple[str, ...]) -> Source:
         paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
-        images = Photographs(config.dir / splits[split], paths, labels, transform(size, variations))
+        steps = transform(size, variations)
+        images = Photographs(config.dir / splits[split], paths, labels, arrays.get(f"{split} spans"), *steps)
         # Workers crop and flip the large image; the device does the cutout.
         cutout = tuple(name for name in variations if name == "cutout")
-        source = Streamed(request, images, split, len(names), Transform(request, (3, size, size), cutout, MEAN, STD))
+        source = Streamed(request, images, split, classes, Transform(request, (3, size, size), cutout, MEAN, STD))
         source.files = splits[split], paths
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source

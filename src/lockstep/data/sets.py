@@ -4,6 +4,7 @@
     cifar10      60,000 photographs of 32 × 32 pixels in 10 classes; downloaded with checksums
     cifar100     the same in 100 classes
     imagefolder  your photographs, as ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, with ROOT/test or without
+    webdataset   the same in tar shards, as ROOT/train/*.tar and ROOT/val/*.tar with members KEY.jpg and KEY.cls
     fake         synthetic images of any size and number, for measuring
     module:attribute   your own: a function that returns two data sets of torch, or three
 
@@ -13,6 +14,7 @@ Importing this module does not import torch, so that the command can list and ch
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import user_code
 from ..config.schema import DataConfig
 from ..errors import RequestError, unknown
-from . import cifar, folder
+from . import cifar, folder, shards
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +54,13 @@ def _cifar(kind: cifar.Cifar) -> Entry:
 
 
 _USER_ENTRY = Entry(_by("users"), lambda config: user_code.check("--data", config.name))
+_IMAGES = ("data-dir", "workers", "image-size", "skip-corrupt")
 DATA_SETS = {
     "digits": Entry(_by("digits"), options=("on-device",)),
     "cifar10": _cifar(cifar.CIFAR10),
     "cifar100": _cifar(cifar.CIFAR100),
-    "imagefolder": Entry(folder.build, folder.folders, ("data-dir", "workers", "image-size", "skip-corrupt")),
+    "imagefolder": Entry(folder.build, folder.folders, _IMAGES),
+    "webdataset": Entry(partial(folder.build, scan=shards.scan), folder.folders, _IMAGES),
     "fake": Entry(_by("resident", "fake"), options=("image-size", "samples")),
 }
 

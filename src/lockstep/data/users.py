@@ -32,8 +32,8 @@ from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
 
-_MOST_WORKERS = 4
-"""By default."""
+_MOST_WORKERS = 16
+"""By default: each holds two batches in shared memory."""
 _COMPARED = 8
 """At most so many samples of each split are compared between ranks, and with those in a checkpoint."""
 _PURPOSE = {"train": 3, "test": 4, "function": 5, "validation": 6}

@@ -23,8 +23,8 @@ from .finding import GIB, RED, UNCHECKED, YELLOW, Finding, conclude, shown
 
 _MUST_AGREE = ("lockstep-torch", "torch", "cuda", "NCCL")
 """Ranks with different versions speak different protocols, or compute different bits."""
-_WORKERS_HOLD_BYTES = 4 * 2 * 32 * 3 * 224 * 224 * 4
-"""Shared memory of a rank: 4 data workers with 2 batches each of 32 images of 224 × 224 as float32."""
+_WORKERS_HOLD_BYTES = 16 * 2 * 32 * 3 * 224 * 224
+"""Shared memory of a rank: 16 data workers with 2 batches each of 32 images of 224 × 224 bytes."""
 _MIN_FREE_SHARE = 0.5  # of a GPU's memory: with less, a batch that fits other GPUs does not fit this one
 _CHECKPOINT_BYTES = 25_557_032 * 2 * 4  # a ResNet-50 in float32 with the momentum of each weight
 _ROOMY_BYTES = 10 * GIB

@@ -151,8 +151,8 @@ def photographs() -> tuple[Photographs, datasets.ImageFolder]:
     varied: list[nn.Module] = [v2.RandomResizedCrop(IS.image_size)] if IS.crops else [*centre]
     if IS.flips:
         varied.append(v2.RandomHorizontalFlip())
-    train = Photographs(Path(IS.data_path, "train"), v2.Compose([*varied, v2.PILToTensor()]))
-    return train, datasets.ImageFolder(Path(IS.data_path, "val"), v2.Compose([*centre, v2.PILToTensor()]))
+    train = Photographs(Path(IS.data_path, "train"), v2.Compose([v2.PILToTensor(), *varied]))
+    return train, datasets.ImageFolder(Path(IS.data_path, "val"), v2.Compose([v2.PILToTensor(), *centre]))
 
 
 def batches(images: Any, labels: Any, epoch: int, rank: int, world: int) -> Iterator[tuple[Any, int]]:

@@ -112,7 +112,7 @@ def _refusals(config: RunConfig, *, slurm: bool) -> Iterator[str]:
             yield f"lockstep eject: --{key} has no plain form: {phrase}. Leave it out."
     if config.optim.name not in ("sgd", "adamw"):
         yield f"lockstep eject: --optimizer {config.optim.name} has no plain form; use sgd or adamw."
-    if config.data.name == "fake" or ":" in config.data.name:
+    if config.data.name in ("fake", "webdataset") or ":" in config.data.name:
         yield (
             f"lockstep eject: --data {config.data.name} has no plain form; eject digits, cifar10, cifar100 or "
             "imagefolder, and put your reader in the place of read_data."
