@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.nn import sync_batchnorm
+from lockstep.nn import cuda_kernels, sync_batchnorm
+from lockstep.nn.sync_batchnorm import SyncBatchNorm
 from lockstep.training import optim
 from lockstep.world.world import World
 
+from ..kernels import KERNELS
+from ..models import Normed
 from ..pool import RankPool
 
 CHANNELS = 5
@@ -72,12 +76,21 @@ def _on_ranks(world: World, kind: str, options: dict[str, Any], split: tuple[int
     return found, [world.sum(gradient) for gradient in gradients], buffers
 
 
+def _as_on_a_gpu(world: World, *arguments: Any) -> Any:
+    """Run the code of GPUs, with the kernels that only they have emulated."""
+    with mock.patch.object(sync_batchnorm, "_kernels", lambda x: cuda_kernels), mock.patch.multiple(torch, **KERNELS):
+        return _on_ranks(world, *arguments)
+
+
+@pytest.mark.parametrize("run", [_on_ranks, _as_on_a_gpu], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(("kind", "options", "splits"), CASES, ids=[f"{kind} {options}" for kind, options, _ in CASES])
-def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]) -> None:
+def test_equals_one_process(
+    pool: RankPool, run: Any, kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]
+) -> None:
     close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-12)
     for split in splits:
         by_sample, gradients, buffers = _run(_layer(kind, options), _batches(kind, sum(split)))
-        ranks = pool.run(len(split), _on_ranks, kind, options, split)
+        ranks = pool.run(len(split), run, kind, options, split)
         close([torch.cat(shares) for shares in zip(*(rank[0] for rank in ranks), strict=True)], by_sample)
         for rank in ranks:
             close(rank[1:], (gradients, buffers))
@@ -141,3 +154,43 @@ def test_a_variance_far_smaller_than_the_mean_is_exact(pool: RankPool) -> None:
     alone(x)
     for var in pool.run(2, _variance, x):
         torch.testing.assert_close(torch.tensor(var, dtype=torch.float64), alone.running_var, rtol=1e-9, atol=0)
+
+
+# The samples of each rank, and the samples that stand in for an empty share.
+SHARES = {(4, 3): (0, 0), (5, 0): (0, 1), (0, 2): (1, 0)}
+
+
+def _train(world: World, is_compiled: bool) -> tuple[list[float], list[Tensor], int]:
+    """Return the losses of the global batches, the state, and the number of graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.manual_seed(1)
+    model = sync_batchnorm.convert(Normed(classes=3, in_channels=1, image_size=8).double(), world)
+    counter: Any = CompileCounterWithBackend("aot_eager")
+    called = torch.compile(model, fullgraph=True, backend=counter, dynamic=False) if is_compiled else model
+    optimizer, losses, shapes = torch.optim.SGD(model.parameters(), 0.1), [], set()
+    try:
+        for number, (counts, stand_ins) in enumerate(2 * [*SHARES.items()]):
+            x = torch.randn(sum(counts), 1, 8, 8, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+            start, stands_in = sum(counts[: world.rank]), stand_ins[world.rank]
+            share = x[start : start + counts[world.rank]] if not stands_in else x[:1]
+            SyncBatchNorm.stand_in = bool(stands_in)
+            shapes.add((len(share), stands_in))
+            loss = called(share).square().sum() * (not stands_in)
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                world.sum_(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(world.sum(loss.detach())))
+    finally:
+        SyncBatchNorm.stand_in = False
+        torch.compiler.reset()
+    assert counter.frame_count == len(shapes) * is_compiled, "one graph for each size of a share"
+    return losses, [*model.state_dict().values()], counter.frame_count
+
+
+def test_a_compiled_model_has_one_graph_and_the_eager_losses(pool: RankPool) -> None:
+    for compiled, eager in zip(pool.run(2, _train, True), pool.run(2, _train, False), strict=True):
+        torch.testing.assert_close(compiled[:2], eager[:2], rtol=1e-9, atol=1e-9)
