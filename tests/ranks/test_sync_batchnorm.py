@@ -76,21 +76,22 @@ def _on_ranks(world: World, kind: str, options: dict[str, Any], split: tuple[int
     return found, [world.sum(gradient) for gradient in gradients], buffers
 
 
-def _as_on_a_gpu(world: World, *arguments: Any) -> Any:
+def _as_on_a_gpu(world: World, run: Any, *arguments: Any) -> Any:
     """Run the code of GPUs, with the kernels that only they have emulated."""
-    with mock.patch.object(sync_batchnorm, "_kernels", lambda x: cuda_kernels), mock.patch.multiple(torch, **KERNELS):
-        return _on_ranks(world, *arguments)
+    choice = mock.patch.object(sync_batchnorm, "_kernels", return_value=cuda_kernels)
+    with choice, mock.patch.multiple(torch, **KERNELS):
+        return run(world, *arguments)
 
 
-@pytest.mark.parametrize("run", [_on_ranks, _as_on_a_gpu], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("call", [(_on_ranks,), (_as_on_a_gpu, _on_ranks)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(("kind", "options", "splits"), CASES, ids=[f"{kind} {options}" for kind, options, _ in CASES])
 def test_equals_one_process(
-    pool: RankPool, run: Any, kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]
+    pool: RankPool, call: tuple[Any, ...], kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]
 ) -> None:
     close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-12)
     for split in splits:
         by_sample, gradients, buffers = _run(_layer(kind, options), _batches(kind, sum(split)))
-        ranks = pool.run(len(split), run, kind, options, split)
+        ranks = pool.run(len(split), *call, kind, options, split)
         close([torch.cat(shares) for shares in zip(*(rank[0] for rank in ranks), strict=True)], by_sample)
         for rank in ranks:
             close(rank[1:], (gradients, buffers))
@@ -118,8 +119,9 @@ def _in_bfloat16(world: World) -> None:
         assert float((found - expected).abs().max()) <= 1 / 64
 
 
-def test_bfloat16_is_rounded_only_at_the_end(pool: RankPool) -> None:
-    pool.run(2, _in_bfloat16)
+@pytest.mark.parametrize("call", [(_in_bfloat16,), (_as_on_a_gpu, _in_bfloat16)], ids=["cpu", "gpu"])
+def test_bfloat16_is_rounded_only_at_the_end(pool: RankPool, call: tuple[Any, ...]) -> None:
+    pool.run(2, *call)
 
 
 def _kept(world: World) -> None:

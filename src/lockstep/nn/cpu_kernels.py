@@ -5,6 +5,7 @@ Per channel tensors are (C,), images (N, C) or (N, C, …).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,17 @@ from ..world.world import World
 
 
 @np.errstate(all="ignore")  # a run that diverges is reported by its loss
-def statistics(
-    world: World,
-    x: Tensor,
-    count: int,
-    eps: float,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def statistics(world: World, x: Tensor, count: int, eps: float, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return mean, biased variance, counts (ranks,), and unbiased variance of all ranks' samples (*collective*).
 
     Raises `ValueError` for a single value per channel.
     """
     channels = x.shape[1]
-    mean, var = _statistics(x, eps) if count else 2 * (torch.zeros(channels),)
+    # Momentum 0 leaves the buffer unchanged: its dtype alone decides in which the statistics of bf16 are computed.
+    unused = None if x.dtype in (torch.float32, torch.float64) else torch.zeros(channels)
+    mean = var = torch.zeros(channels)
+    if count:
+        mean, var = torch.batch_norm_update_stats(x, unused, unused, 0.0)
     # Arrays: NumPy is faster for many operations on few numbers.
     by_rank = world.gather_array(mean.numpy(), var.numpy(), np.array([count]))
     means, counts = by_rank[:, :channels], by_rank[:, -1:]
@@ -44,14 +41,8 @@ def statistics(
         moments = pooled[:channels], pooled[channels:-1] + ((means - pooled[:channels]) ** 2 * fractions).sum(0)
     rows = np.array([*moments, moments[1] * (total / (total - 1))])
     dtype = torch.promote_types(x.dtype, torch.float32)
-    mean, var, unbiased = torch.from_numpy(rows).to(dtype).unbind()  # at once: 4 µs, not 6
+    mean, var, unbiased = (torch.from_numpy(row).to(dtype) for row in rows)
     return mean, var, torch.from_numpy(counts[:, 0].astype(np.int32)), unbiased
-
-
-def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # Momentum 0 leaves the buffer unchanged: its dtype alone decides in which the statistics of bf16 are computed.
-    unused = None if x.dtype in (torch.float32, torch.float64) else torch.zeros(x.shape[1])
-    return torch.batch_norm_update_stats(x, unused, unused, 0.0)
 
 
 def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -61,40 +52,28 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
     return _affine(x, scale, moved.neg_() if bias is None else bias - moved)
 
 
+def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """Return Σ(dy·x̂) and Σdy per channel, which are also the gradients of weight and bias. x has a sample."""
+    # They are those gradients for fixed statistics.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
+        dy, x, None, mean, var, None, None, False, eps, [False, True, True]
+    )
+    return dot, total, dot, total
+
+
 @np.errstate(all="ignore")
-def gradients(
-    world: World,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    counts: Tensor,
-    eps: float,
-    *,
-    has_samples: bool,
-    exchanges: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias (*collective* if `exchanges`, else the first is None)."""
-    if has_samples:
-        # Σ(dy·x̂) and Σdy are the gradients of weight and bias for fixed statistics.
-        _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
-            dy, x, None, mean, var, None, None, False, eps, [False, True, True]
-        )
-    else:  # torch's kernel would divide by 0 samples (SIGFPE)
-        dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
-    if not exchanges:
-        return None, dot, total
-    sums = world.gather_array(dot.numpy(), total.numpy()).sum(0)
-    if not has_samples:
-        return torch.zeros_like(x), dot, total
-    return _input_gradient(dy, x, weight, mean, var, eps, sums / int(counts.sum())), dot, total
+def summed(world: World, dot: Tensor, total: Tensor) -> Any:
+    """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
+    return world.gather_array(dot.numpy(), total.numpy()).sum(0)
 
 
-def _input_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
+@np.errstate(all="ignore")
+def input_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], eps: float, sums: Any
 ) -> Tensor:
-    """Return w/s · (dy - total - x̂ · dot). `means` (2·C,) are all ranks' dot and total."""
+    """Return the input's gradient, w/s · (dy - total - x̂ · dot), with `sums` as `summed` returns them."""
+    mean, var, counts = statistics
+    means = sums / int(counts.sum())
     scale, invstd = _scale(var, weight, eps)
     dot, total = torch.as_tensor(-means, dtype=var.dtype).view(2, -1).unbind()
     slope = dot.mul_(scale).mul_(invstd)

@@ -6,6 +6,7 @@ See torch/nn/modules/_functions.py and aten/src/ATen/native/cuda/Normalization.c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from ..world.world import World
 
-# torch's kernel divides by the count so far, and so by 0 if the first rank has no sample. It adds counts as integers.
-_NO_SAMPLE = 1e-30
+NO_SAMPLE = 1e-30
+"""Count of a rank without a sample: torch's kernel divides by the count so far, and adds counts as integers."""
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
@@ -45,8 +46,8 @@ def statistics(
         mean = torch.zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         scale = torch.ones_like(mean)
     # `full` fills on the device; a tensor made from a number would make the host wait for a copy.
-    row = torch.cat([mean, scale, mean.new_full((1,), count or _NO_SAMPLE)])
-    rows, means, scales, counts = _rows(world.group_size, channels, row.dtype, row.device)
+    row = torch.cat([mean, scale, mean.new_full((1,), count or NO_SAMPLE)])
+    rows, means, scales, counts = rows_of(world.group_size, channels, row.dtype, row.device)
     world.gather_into(rows, row)
     unbiased = None
     if running_mean is None or momentum is None or running_mean.dtype != row.dtype:
@@ -59,14 +60,14 @@ def statistics(
 
 
 @lru_cache(256)
-def _rows(ranks: int, channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def rows_of(ranks: int, channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Return a buffer for all ranks' rows, with views of means, scales and counts.
 
     Layers share it: the next exchange on a stream begins when the kernel has read the last one.
     """
     with torch.inference_mode(False):  # an inference tensor, made in an evaluation, is read-only in training
         rows = torch.empty(ranks * (2 * channels + 1), dtype=dtype, device=device)
-        means, scales, counts = rows.view(ranks, -1).split([channels, channels, 1], 1)
+        means, scales, counts = torch.split(rows.view(ranks, -1), [channels, channels, 1], 1)
         return rows, means, scales, counts.view(-1)
 
 
@@ -75,29 +76,22 @@ def normalise(x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bia
     return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps) if x.numel() else torch.empty_like(x)
 
 
-def gradients(
-    world: World,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-    counts: Tensor,
-    eps: float,
-    *,
-    has_samples: bool,
-    exchanges: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias (*collective* if `exchanges`, else the first is None)."""
-    dy = dense(dy, like=x)
-    if has_samples:
-        total, dot, dw, db = torch.batch_norm_backward_reduce(dy, x, mean, scale, weight, True, *2 * [weight is not None])
-    else:
-        total, dot, dw, db = mean.new_zeros(4, len(mean)).unbind()
-    if not exchanges:
-        return None, dw, db
-    total, dot = world.sum_(torch.cat([total, dot])).split(len(mean))
-    if not has_samples:
-        return torch.zeros_like(x), dw, db
+def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """Return Σdy and Σdy·(x - mean) per channel, and the gradients of weight and bias. x has a sample."""
+    has_weight = weight is not None
+    return torch.batch_norm_backward_reduce(dy, x, mean, scale, weight, True, has_weight, has_weight)
+
+
+def summed(world: World, total: Tensor, dot: Tensor) -> Tensor:
+    """Return the sums over all ranks: (2·C,) (*collective*)."""
+    return world.sum_(torch.cat([total, dot]))
+
+
+def input_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], eps: float, sums: Tensor
+) -> Tensor:
+    """Return the input's gradient, with `sums` as `summed` returns them."""
+    mean, scale, counts = statistics
     weight = None if weight is None else weight.to(mean.dtype)
-    return torch.batch_norm_backward_elemt(dy, x, mean, scale, weight, total, dot, counts), dw, db
+    total, dot = torch.split(sums, len(mean))
+    return torch.batch_norm_backward_elemt(dy, x, mean, scale, weight, total, dot, counts)

@@ -53,8 +53,8 @@ class SyncBatchNorm:
     """Whether this rank's loss counts nothing (bool or 0-dim): a mean over nothing may have NaNs as gradients."""
 
     def __init__(self, world: World) -> None:
-        self.world, self._key = world, str(id(world))
-        _WORLDS[self._key] = world
+        self.world, self.key = world, str(id(world))
+        _WORLDS[self.key] = world
 
     @classmethod
     def of(cls, norm: BatchNorm, world: World) -> BatchNorm:
@@ -74,19 +74,17 @@ class SyncBatchNorm:
         if input.dim() < 2 or input.shape[1] != norm.num_features:
             shapes = f"(N, {norm.num_features}) or (N, {norm.num_features}, …)"
             raise ValueError(f"BatchNorm of {norm.num_features} channels takes {shapes}, found {tuple(input.shape)}")
-        x, batches, stands_in = cuda_kernels.dense(input) if input.is_cuda else input, None, SyncBatchNorm.stand_in
-        if norm.running_mean is not None and (batches := norm.num_batches_tracked) is not None:
+        x, batches = cuda_kernels.dense(input) if input.is_cuda else input, norm.num_batches_tracked
+        if batches is not None:
             batches.add_(1)
-        # An operator with a gradient takes 50 µs more than a call.
-        statistics, normalise = _statistics, _Normalise.apply
-        if torch.compiler.is_compiling():
-            statistics, normalise = _STATISTICS, _NORMALISE
+        # Eager code calls the functions: torch takes 50 µs for an operator with a gradient.
+        is_compiling, settings = torch.compiler.is_compiling(), (norm.eps, SyncBatchNorm.stand_in, self.key)
+        statistics, normalise = (_STATISTICS, _NORMALISE) if is_compiling else (_statistics, _Normalise.apply)
         with torch.no_grad():
-            mean, scale, counts = statistics(
-                *(x, norm.running_mean, norm.running_var, batches, _FORWARD_ORDER, norm.momentum, norm.eps),
-                *(stands_in, self._key),
+            moments = statistics(
+                x, norm.running_mean, norm.running_var, batches, _FORWARD_ORDER, norm.momentum, *settings
             )
-        y: Tensor = normalise(x, norm.weight, norm.bias, mean, scale, counts, _BACKWARD_ORDER, norm.eps, stands_in, self._key)
+        y: Tensor = normalise(x, norm.weight, norm.bias, *moments, _BACKWARD_ORDER, *settings)
         return y
 
 
@@ -146,19 +144,27 @@ def _gradients(
     stands_in: bool,
     world: str,
     exchanges: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of x (only if `exchanges`), weight and bias."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x (empty unless `exchanges`), weight and bias (of no use without a weight)."""
+    kernels, has_samples = _kernels(x), x.numel() > 0 and not stands_in
+    if x.is_cuda:
+        dy = cuda_kernels.dense(dy, like=x)
     if SyncBatchNorm.weightless is not False:  # else this rank's NaNs would be in all ranks' gradients
         dy = dy.masked_fill(~dy.isfinite() & SyncBatchNorm.weightless, 0)
-    has_samples = x.numel() > 0 and not stands_in
-    dx, dw, db = _kernels(x).gradients(
-        *(_WORLDS[world], dy, x, weight, mean, scale, counts, eps), has_samples=has_samples, exchanges=exchanges
-    )
-    return x.new_empty(0) if dx is None else dx, dw, db
+    if has_samples:
+        *sums, dw, db = kernels.sums(dy, x, weight, mean, scale, eps)
+    else:  # an empty share: torch's CPU kernel would divide by 0 samples (SIGFPE)
+        *sums, dw, db = (torch.zeros_like(mean) for _ in range(4))
+    summed = kernels.summed(_WORLDS[world], *sums) if exchanges else None
+    if summed is not None and has_samples:
+        dx = kernels.input_gradient(dy, x, weight, (mean, scale, counts), eps, summed)
+    else:
+        dx = torch.zeros_like(x) if exchanges else x.new_empty(0)
+    return (dx, x.new_empty(0), x.new_empty(0)) if weight is None else (dx, dw, db)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, mean, scale, counts, *ctx.arguments = inputs
+    x, weight, _bias, mean, scale, counts, *ctx.arguments = inputs
     ctx.save_for_backward(x, weight, mean, scale, counts)
 
 
@@ -184,50 +190,30 @@ class _Normalise(torch.autograd.Function):
         return _backward(_gradients, ctx, dy)
 
 
+def _define(function: Callable[..., Any], like: Callable[..., Any], *changed: str) -> Any:
+    """Make an operator of torch from a function, and one that makes the tensors alike; it changes these arguments."""
+    name = f"lockstep::batch_norm{function.__name__}"
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=changed))
+    torch.library.impl(name, "default", function)
+    torch.library.register_fake(name, like)
+    return getattr(torch.ops.lockstep, f"batch_norm{function.__name__}").default
+
+
 def _statistics_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
     return mean, torch.empty_like(mean), x.new_empty(_WORLDS[arguments[-1]].group_size, dtype=torch.int32)
 
 
-def _gradients_like(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, mean, exchanges = arguments[0], arguments[1], arguments[-1]
-    parameter = mean if weight is None or not x.is_cuda else weight
-    dx = torch.empty_like(x) if exchanges else x.new_empty(0)
+def _gradients_like(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    parameter = x.new_empty(0) if weight is None else weight if x.is_cuda else mean
+    dx = torch.empty_like(x) if rest[-1] else x.new_empty(0)
     return dx, torch.empty_like(parameter), torch.empty_like(parameter)
 
 
-def _define(name: str, schema: str, function: Callable[..., Any], like: Callable[..., Any]) -> Any:
-    """Make an operator of torch from a function, and from one whose tensors are alike but hold no numbers."""
-    torch.library.define(f"lockstep::{name}", schema)
-    torch.library.impl(f"lockstep::{name}", "default", function)
-    torch.library.register_fake(f"lockstep::{name}", like)
-    return getattr(torch.ops.lockstep, name).default
-
-
-_STATISTICS = _define(
-    "batch_norm_statistics",
-    "(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? batches, Tensor(c!) order, float? momentum, "
-    "float eps, bool stands_in, str world) -> (Tensor, Tensor, Tensor)",
-    _statistics,
-    _statistics_like,
-)
-_NORMALISE = _define(
-    "batch_norm_normalise",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor scale, Tensor counts, Tensor order, float eps, "
-    "bool stands_in, str world) -> Tensor",
-    _normalise,
-    lambda x, *_: torch.empty_like(x),
-)
-_GRADIENTS = _define(
-    "batch_norm_gradients",
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor scale, Tensor counts, Tensor(a!) order, float eps, "
-    "bool stands_in, str world, bool exchanges) -> (Tensor, Tensor, Tensor)",
-    _gradients,
-    _gradients_like,
-)
-torch.library.register_autograd(
-    "lockstep::batch_norm_normalise", partial(_backward, _GRADIENTS), setup_context=_set_up
-)
+_STATISTICS = _define(_statistics, _statistics_like, "running_mean", "running_var", "order")
+_NORMALISE = _define(_normalise, lambda x, *_: torch.empty_like(x))
+_GRADIENTS = _define(_gradients, _gradients_like, "order")
+torch.library.register_autograd(_NORMALISE, partial(_backward, _GRADIENTS), setup_context=_set_up)
 
 
 @contextmanager
@@ -249,10 +235,10 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def convert(model: nn.Module, world: World) -> nn.Module:
     """Make every BatchNorm of `model` synchronous over `world`; return `model`.
 
-    *Collective* on GPUs, where the exchanges have a process group of their own: one behind the gradients' would wait
-    for them. A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm` layers change
-    too. Raises `RequestError` for subclasses, and for layers with a process group or a replaced `forward`, whose
-    behaviour would be lost.
+    *Collective* on GPUs, where the exchanges have a process group of their own: in the gradients' group they would wait
+    behind buckets. A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm`
+    layers change too. Raises `RequestError` for subclasses, and for layers with a process group or a replaced
+    `forward`, whose behaviour would be lost.
     """
     if world.size == 1:
         return model
