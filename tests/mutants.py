@@ -162,8 +162,8 @@ BatchNorm's mean is one of means: nn/cpu_kernels.py
 on a GPU, a first rank without a sample gives NaN: nn/cuda_kernels.py
 - NO_SAMPLE = 1e-30
 + NO_SAMPLE = 0.0
-= ranks/test_sync_batchnorm.py::test_a_compiled_model_has_one_graph_and_the_eager_losses
-a compiled model counts a sample that stands in: nn/sync_batchnorm.py
+= ranks/test_sync_batchnorm.py::test_a_compiled_model_has_one_graph_and_the_losses_of_one_process[gpu-False]
+a sample that stands in for an empty share enters the statistics: nn/sync_batchnorm.py
 - count = 0 if stands_in else
 + count =
 = unit/test_strategies.py::test_the_first_replicas_statistics_are_kept
