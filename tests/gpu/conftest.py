@@ -51,9 +51,11 @@ def paired(world: World, other: Callable[[Tensor], Tensor] = torch.clone) -> Wor
     """
 
     class Paired(World):
-        def stack(self, tensor: Tensor) -> Tensor:
-            own = World(Topology(), self.device, self.group).stack(tensor)
-            return torch.cat([own, other(own)])
+        def gather_into(self, rows: Tensor, row: Tensor) -> Tensor:
+            own, peers = rows.chunk(2)
+            World(Topology(), self.device, self.group).gather_into(own, row)
+            peers.copy_(other(own))
+            return rows
 
         def sum_(self, tensor: Tensor) -> Tensor:
             return super().sum_(tensor).add_(other(tensor))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.nn import sync_batchnorm
+from lockstep.nn import cuda_kernels, sync_batchnorm
+from lockstep.nn.sync_batchnorm import SyncBatchNorm
 from lockstep.training import optim
 from lockstep.world.world import World
 
+from ..kernels import KERNELS
+from ..models import Normed
 from ..pool import RankPool
 
 CHANNELS = 5
@@ -72,12 +76,22 @@ def _on_ranks(world: World, kind: str, options: dict[str, Any], split: tuple[int
     return found, [world.sum(gradient) for gradient in gradients], buffers
 
 
+def _as_on_a_gpu(world: World, run: Any, *arguments: Any) -> Any:
+    """Run the code of GPUs, with the kernels that only they have emulated."""
+    choice = mock.patch.object(sync_batchnorm, "_kernels", return_value=cuda_kernels)
+    with choice, mock.patch.multiple(torch, **KERNELS):
+        return run(world, *arguments)
+
+
+@pytest.mark.parametrize("call", [(_on_ranks,), (_as_on_a_gpu, _on_ranks)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(("kind", "options", "splits"), CASES, ids=[f"{kind} {options}" for kind, options, _ in CASES])
-def test_equals_one_process(pool: RankPool, kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]) -> None:
+def test_equals_one_process(
+    pool: RankPool, call: tuple[Any, ...], kind: str, options: dict[str, Any], splits: list[tuple[int, ...]]
+) -> None:
     close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-12)
     for split in splits:
         by_sample, gradients, buffers = _run(_layer(kind, options), _batches(kind, sum(split)))
-        ranks = pool.run(len(split), _on_ranks, kind, options, split)
+        ranks = pool.run(len(split), *call, kind, options, split)
         close([torch.cat(shares) for shares in zip(*(rank[0] for rank in ranks), strict=True)], by_sample)
         for rank in ranks:
             close(rank[1:], (gradients, buffers))
@@ -105,8 +119,9 @@ def _in_bfloat16(world: World) -> None:
         assert float((found - expected).abs().max()) <= 1 / 64
 
 
-def test_bfloat16_is_rounded_only_at_the_end(pool: RankPool) -> None:
-    pool.run(2, _in_bfloat16)
+@pytest.mark.parametrize("call", [(_in_bfloat16,), (_as_on_a_gpu, _in_bfloat16)], ids=["cpu", "gpu"])
+def test_bfloat16_is_rounded_only_at_the_end(pool: RankPool, call: tuple[Any, ...]) -> None:
+    pool.run(2, *call)
 
 
 def _kept(world: World) -> None:
@@ -141,3 +156,46 @@ def test_a_variance_far_smaller_than_the_mean_is_exact(pool: RankPool) -> None:
     alone(x)
     for var in pool.run(2, _variance, x):
         torch.testing.assert_close(torch.tensor(var, dtype=torch.float64), alone.running_var, rtol=1e-9, atol=0)
+
+
+# The samples of each rank. One sample stands in for an empty share.
+SHARES = [(4, 3), (5, 0), (0, 2)]
+
+
+def _train(world: World, is_compiled: bool) -> tuple[list[float], list[Tensor]]:
+    """Return the losses of the global batches, and the state; of all samples in one process."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.manual_seed(1)
+    model = sync_batchnorm.convert(Normed(classes=3, in_channels=1, image_size=8).double(), world)
+    counter: Any = CompileCounterWithBackend("aot_eager")
+    called = torch.compile(model, fullgraph=True, backend=counter, dynamic=False) if is_compiled else model
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    try:
+        for number, counts in enumerate(2 * SHARES):
+            x = torch.randn(sum(counts), 1, 8, 8, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+            share = x if world.size == 1 else x.split(counts)[world.rank]
+            SyncBatchNorm.stand_in = not len(share)
+            loss = called(share if len(share) else x[:1]).square().sum() * bool(len(share))
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                world.sum_(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(world.sum(loss.detach())))
+    finally:
+        SyncBatchNorm.stand_in = False
+        torch.compiler.reset()
+    assert counter.frame_count == len(SHARES) * is_compiled, "one graph for each size of a share"
+    return losses, [*model.state_dict().values()]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("call", [(_train,), (_as_on_a_gpu, _train)], ids=["cpu", "gpu"])
+def test_a_compiled_model_has_one_graph_and_the_losses_of_one_process(
+    pool: RankPool, call: tuple[Any, ...], is_compiled: bool
+) -> None:
+    [alone] = pool.run(1, _train, False)
+    for trained in pool.run(2, *call, is_compiled):
+        torch.testing.assert_close(trained, alone, rtol=1e-9, atol=1e-9)

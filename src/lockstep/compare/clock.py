@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
-_FLOAT64_BYTES = 8  # SyncBatchNorm exchanges float64
+_FLOAT64_BYTES = 8
 
 
 class Clock:
@@ -148,14 +148,17 @@ def mark_exchanges(
     def marker(kind: str, size_bytes: int, number: int = -1) -> Any:
         return lambda *_: clock.mark(Point(kind, size_bytes, number))
 
-    def mark_forward(module: Any, _: Any) -> None:
+    def number_bytes(x: Tensor) -> int:  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
+        return torch.promote_types(x.dtype, torch.float32).itemsize if on_gpu else _FLOAT64_BYTES
+
+    def mark_forward(module: Any, inputs: tuple[Tensor]) -> None:
         if module.training:  # mean, variance, count
-            marker(GATHER, (2 * module.num_features + 1) * _FLOAT64_BYTES)()
+            marker(GATHER, (2 * module.num_features + 1) * number_bytes(inputs[0]))()
 
     def mark_backward(module: Any, _: Any, output: Tensor) -> None:
         if module.training and output.requires_grad:
-            kind = REDUCE if on_gpu else GATHER  # as nn/cuda_kernels.py and nn/cpu_kernels.py have it
-            output.register_hook(marker(kind, 2 * module.num_features * _FLOAT64_BYTES))  # type: ignore[no-untyped-call]
+            size_bytes = 2 * module.num_features * number_bytes(output)
+            output.register_hook(marker(REDUCE if on_gpu else GATHER, size_bytes))  # type: ignore[no-untyped-call]
 
     def mark_block(number: int, module: nn.Module) -> list[RemovableHandle]:
         mark, mark_output = marker(FORWARD, 0, number), marker(BACKWARD, 0, number)

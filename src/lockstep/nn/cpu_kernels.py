@@ -1,10 +1,11 @@
-"""Parts of synchronised BatchNorm on a CPU, by torch's kernels.
+"""BatchNorm of all ranks' samples on a CPU, by torch's kernels and the exchange of NumPy arrays in float64.
 
 Per channel tensors are (C,), images (N, C) or (N, C, …).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,34 @@ from torch import Tensor
 from ..world.world import World
 
 
-def exchange(world: World, mean: Tensor, var: Tensor, count: int) -> Any:
-    """Return every rank's statistics as a row of float64 (*collective*)."""
-    # Arrays: NumPy is faster for many operations on few numbers.
-    return world.gather_array(mean.numpy(), var.numpy(), np.array([count]))
+@np.errstate(all="ignore")  # a run that diverges is reported by its loss
+def statistics(world: World, x: Tensor, count: int, eps: float, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return mean, biased variance, counts (ranks,), and unbiased variance of all ranks' samples (*collective*).
 
-
-@np.errstate(all="ignore")  # as in `sync_batchnorm`
-def summed(world: World, dot: Tensor, total: Tensor) -> Any:
-    """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
-    return world.gather_array(dot.numpy(), total.numpy()).sum(0)
-
-
-def statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance per channel."""
+    Raises `ValueError` for a single value per channel.
+    """
+    channels = x.shape[1]
     # Momentum 0 leaves the buffer unchanged: its dtype alone decides in which the statistics of bf16 are computed.
-    unused = None if x.dtype in (torch.float32, torch.float64) else torch.zeros(x.shape[1])
-    return torch.batch_norm_update_stats(x, unused, unused, 0.0)
+    unused = None if x.dtype in (torch.float32, torch.float64) else torch.zeros(channels)
+    mean = var = torch.zeros(channels)
+    if count:
+        mean, var = torch.batch_norm_update_stats(x, unused, unused, 0.0)
+    # Arrays: NumPy is faster for many operations on few numbers.
+    by_rank = world.gather_array(mean.numpy(), var.numpy(), np.array([count]))
+    means, counts = by_rank[:, :channels], by_rank[:, -1:]
+    total = int(counts.sum())
+    if total <= 1:
+        raise ValueError(f"BatchNorm needs more than 1 value per channel in training, found {total} on all ranks")
+    moments = by_rank[0, :channels], by_rank[0, channels:-1]
+    if len(counts) > 1:
+        fractions = counts / total
+        pooled = (by_rank * fractions).sum(0)
+        # Around the common mean: E[x²] - E[x]² would lose a small variance.
+        moments = pooled[:channels], pooled[channels:-1] + ((means - pooled[:channels]) ** 2 * fractions).sum(0)
+    rows = np.array([*moments, moments[1] * (total / (total - 1))])
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    mean, var, unbiased = (torch.from_numpy(row).to(dtype) for row in rows)
+    return mean, var, torch.from_numpy(counts[:, 0].astype(np.int32)), unbiased
 
 
 def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -40,19 +52,28 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias:
     return _affine(x, scale, moved.neg_() if bias is None else bias - moved)
 
 
-def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ(dy·x̂) and Σdy per channel. x̂ is the normalised x, with at least one sample."""
-    # These sums are the gradients of weight and bias for fixed statistics.
+def sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """Return Σ(dy·x̂) and Σdy per channel, which are also the gradients of weight and bias. x has a sample."""
+    # They are those gradients for fixed statistics.
     _, dot, total = torch.ops.aten.native_batch_norm_backward.default(
         dy, x, None, mean, var, None, None, False, eps, [False, True, True]
     )
-    return dot, total
+    return dot, total, dot, total
 
 
+@np.errstate(all="ignore")
+def summed(world: World, dot: Tensor, total: Tensor) -> Any:
+    """Return the sums over all ranks: float64, (2·C,) (*collective*)."""
+    return world.gather_array(dot.numpy(), total.numpy()).sum(0)
+
+
+@np.errstate(all="ignore")
 def input_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float, means: Any
+    dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], eps: float, sums: Any
 ) -> Tensor:
-    """Return the input's gradient, w/s · (dy - total - x̂ · dot). `means` (2·C,) are all ranks' dot and total."""
+    """Return the input's gradient, w/s · (dy - total - x̂ · dot), with `sums` as `summed` returns them."""
+    mean, var, counts = statistics
+    means = sums / int(counts.sum())
     scale, invstd = _scale(var, weight, eps)
     dot, total = torch.as_tensor(-means, dtype=var.dtype).view(2, -1).unbind()
     slope = dot.mul_(scale).mul_(invstd)

@@ -1,28 +1,29 @@
 """BatchNorm over all ranks, as one process would compute it.
 
 Ordinary BatchNorm takes mean and variance of its rank's samples, so that the model changes with the number of ranks.
-Here each rank receives the other ranks' count, mean and variance of each channel, in float64: one all-gather forward.
-The gradient of the input needs two sums over the global micro-batch: one exchange backward. With dy the gradient of the
-output, x̂ the normalised input, s the standard deviation, w the weight and n the global count of values per channel,
+Here each rank receives the other ranks' count, mean and variance of each channel: one all-gather forward. The gradient
+of the input needs two sums over the global micro-batch: one exchange backward. With dy the gradient of the output, x̂
+the normalised input, s the standard deviation, w the weight and n the global count of values per channel,
 
     dx = w/s · (dy - Σdy/n - x̂ · Σ(dy·x̂)/n).
 
 The gradients of weight and bias cover the rank's samples: the strategy reduces them. A rank with an empty share joins
-both collectives with zeros. torch's `SyncBatchNorm` refuses a CPU, and on a GPU makes the host wait once per layer, to
-find the ranks without a sample. Here the global count stays on the device, so that the host never waits.
+both collectives with a count of 0. torch's `SyncBatchNorm` refuses a CPU, and on a GPU makes the host wait once per
+layer, to find the ranks without a sample. Here the counts stay on the device, so that the host never waits.
 
-The layers keep their identity and class: only their `forward` is replaced (see `attach`).
+The layers keep their identity and class: only their `forward` is replaced (see `attach`). Compiled models call the same
+functions as operators of torch, `lockstep::batch_norm_…`: the compiler neither looks into them nor changes their order.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +33,10 @@ from ..world.world import World
 from . import cpu_kernels, cuda_kernels
 from .attach import Attached, attach
 
-_EAGER: list[Callable[..., Tensor]] = []  # `SyncBatchNorm._synchronised`, excluded from compilation
+_WORLDS: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
+"""The layers' worlds by key: operators take tensors, numbers and text."""
+_FORWARD_ORDER, _BACKWARD_ORDER = torch.zeros(()), torch.zeros(())
+"""Arguments that operators with a collective claim to change: compiled code keeps the order of such operators."""
 
 
 class SyncBatchNorm:
@@ -49,7 +53,8 @@ class SyncBatchNorm:
     """Whether this rank's loss counts nothing (bool or 0-dim): a mean over nothing may have NaNs as gradients."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.key = world, str(id(world))
+        _WORLDS[self.key] = world
 
     @classmethod
     def of(cls, norm: BatchNorm, world: World) -> BatchNorm:
@@ -69,99 +74,146 @@ class SyncBatchNorm:
         if input.dim() < 2 or input.shape[1] != norm.num_features:
             shapes = f"(N, {norm.num_features}) or (N, {norm.num_features}, …)"
             raise ValueError(f"BatchNorm of {norm.num_features} channels takes {shapes}, found {tuple(input.shape)}")
-        if not torch.compiler.is_compiling():
-            return self._synchronised(norm, input)
-        # Ranks with different shares compile different programs; eager code keeps their collectives in one order.
-        if not _EAGER:  # only once a compiler runs: importing it takes as long as torch itself
-            _EAGER.append(torch.compiler.disable(SyncBatchNorm._synchronised))  # type: ignore[no-untyped-call]
-        y: Tensor = _EAGER[0](self, norm, input)
+        x, batches = cuda_kernels.dense(input) if input.is_cuda else input, norm.num_batches_tracked
+        if batches is not None:
+            batches.add_(1)
+        # Eager code calls the functions: torch takes 50 µs for an operator with a gradient.
+        is_compiling, settings = torch.compiler.is_compiling(), (norm.eps, SyncBatchNorm.stand_in, self.key)
+        statistics, normalise = (_STATISTICS, _NORMALISE) if is_compiling else (_statistics, _Normalise.apply)
+        with torch.no_grad():
+            moments = statistics(
+                x, norm.running_mean, norm.running_var, batches, _FORWARD_ORDER, norm.momentum, *settings
+            )
+        y: Tensor = normalise(x, norm.weight, norm.bias, *moments, _BACKWARD_ORDER, *settings)
         return y
-
-    def _synchronised(self, norm: BatchNorm, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            x = cuda_kernels.dense(x)
-        mean, var, unbiased, count = _global_statistics(x.detach(), self.world, norm.eps)
-        _track(norm, mean, unbiased)
-        y: Tensor = _Normalise.apply(x, norm.weight, norm.bias, mean, var, count, self.world, norm.eps)
-        return y
-
-
-def _track(norm: BatchNorm, mean: Tensor, var: Tensor) -> None:
-    """Move the running statistics towards those of a batch; `var` is unbiased."""
-    running_mean, running_var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
-    if running_mean is None or running_var is None or batches is None:
-        return
-    batches.add_(1)
-    # Without a momentum the running statistics are the average over all batches so far.
-    momentum = 1 / batches.to(running_mean.dtype) if norm.momentum is None else norm.momentum
-    running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-    running_var.lerp_(var.to(running_var.dtype), momentum)
-
-
-@np.errstate(all="ignore")  # a run that diverges is reported by its loss
-def _global_statistics(x: Tensor, world: World, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
-    """Return mean, biased and unbiased variance (C,), and values per channel of all ranks (*collective*).
-
-    Raises `ValueError` for a single value per channel on CPUs. On GPUs the host would have to wait: there the running
-    variance becomes NaN.
-    """
-    kernels, channels = _kernels(x), x.shape[1]
-    count: Any = 0 if SyncBatchNorm.stand_in else x.numel() // channels
-    mean, var = kernels.statistics(x, eps) if count else 2 * (torch.zeros(channels, device=x.device),)
-    if world.size > 1:
-        by_rank = kernels.exchange(world, mean, var, count)
-        means, counts = by_rank[:, :channels], by_rank[:, -1:]
-        count = counts.sum() if x.is_cuda else int(counts.sum())
-        fractions = counts / count
-        pooled = (by_rank * fractions).sum(0)
-        mean, variance_within = pooled[:channels], pooled[channels:-1]
-        # Around the common mean: E[x²] - E[x]² would lose a small variance.
-        var = variance_within + ((means - mean) ** 2 * fractions).sum(0)
-    if isinstance(count, int) and count <= 1:
-        raise ValueError(f"BatchNorm needs more than 1 value per channel in training, found {count} on all ranks")
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    moments = mean, var, var * (count / (count - 1))
-    if isinstance(mean, Tensor):
-        return *(moment.to(dtype) for moment in moments), count
-    return *torch.from_numpy(np.array(moments)).to(dtype).unbind(), count  # at once: 4 µs, not 6
 
 
 def _kernels(x: Tensor) -> ModuleType:
     return cuda_kernels if x.is_cuda else cpu_kernels
 
 
+def _statistics(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    order: Tensor,
+    momentum: float | None,
+    eps: float,
+    stands_in: bool,
+    world: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the kernels' mean, scale and counts; move the running statistics towards those of the batch."""
+    count = 0 if stands_in else x.numel() // x.shape[1]
+    mean, scale, counts, unbiased = _kernels(x).statistics(
+        _WORLDS[world], x, count, eps, running_mean, running_var, momentum
+    )
+    if unbiased is not None and running_mean is not None and running_var is not None:
+        # Without a momentum the running statistics are the average over all batches so far.
+        weight: Any = momentum if batches is None or momentum is not None else 1 / batches.to(running_mean.dtype)
+        running_mean.lerp_(mean.to(running_mean.dtype), weight)
+        running_var.lerp_(unbiased.to(running_var.dtype), weight)
+    return mean, scale, counts
+
+
+def _normalise(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    counts: Tensor,
+    order: Tensor,
+    eps: float,
+    stands_in: bool,
+    world: str,
+) -> Tensor:
+    y: Tensor = _kernels(x).normalise(x, mean, scale, weight, bias, eps)
+    return y
+
+
+def _gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    counts: Tensor,
+    order: Tensor,
+    eps: float,
+    stands_in: bool,
+    world: str,
+    exchanges: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x (empty unless `exchanges`), weight and bias (of no use without a weight)."""
+    kernels, has_samples = _kernels(x), x.numel() > 0 and not stands_in
+    if x.is_cuda:
+        dy = cuda_kernels.dense(dy, like=x)
+    if SyncBatchNorm.weightless is not False:  # else this rank's NaNs would be in all ranks' gradients
+        dy = dy.masked_fill(~dy.isfinite() & SyncBatchNorm.weightless, 0)
+    if has_samples:
+        *sums, dw, db = kernels.sums(dy, x, weight, mean, scale, eps)
+    else:  # an empty share: torch's CPU kernel would divide by 0 samples (SIGFPE)
+        *sums, dw, db = (torch.zeros_like(mean) for _ in range(4))
+    summed = kernels.summed(_WORLDS[world], *sums) if exchanges else None
+    if summed is not None and has_samples:
+        dx = kernels.input_gradient(dy, x, weight, (mean, scale, counts), eps, summed)
+    else:
+        dx = torch.zeros_like(x) if exchanges else x.new_empty(0)
+    return (dx, x.new_empty(0), x.new_empty(0)) if weight is None else (dx, dw, db)
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _bias, mean, scale, counts, *ctx.arguments = inputs
+    ctx.save_for_backward(x, weight, mean, scale, counts)
+
+
+def _backward(gradients: Callable[..., tuple[Tensor, ...]], ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError("synchronised BatchNorm cannot be differentiated twice; use --batchnorm local")
+    needed = ctx.needs_input_grad[:3]
+    found = gradients(dy, *ctx.saved_tensors, *ctx.arguments, needed[0])
+    return *(gradient if is_needed else None for gradient, is_needed in zip(found, needed, strict=True)), *[None] * 7
+
+
 class _Normalise(torch.autograd.Function):
     """Normalisation with the gradient through the global mean and variance."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, count: Any, world: World, eps: float
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.world, ctx.eps = count, world, eps
-        ctx.counts = x.numel() > 0 and not SyncBatchNorm.stand_in
-        y: Tensor = _kernels(x).normalise(x, mean, var, weight, bias, eps)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        y = _normalise(*inputs)
+        _set_up(ctx, inputs, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("synchronised BatchNorm cannot be differentiated twice; use --batchnorm local")
-        x, weight, mean, var = ctx.saved_tensors
-        if x.is_cuda:
-            dy = cuda_kernels.dense(dy, like=x)
-        if SyncBatchNorm.weightless is not False:  # else this rank's NaNs would be in all ranks' gradients
-            dy = dy.masked_fill(~dy.isfinite() & SyncBatchNorm.weightless, 0)
-        kernels, eps = _kernels(x), ctx.eps
-        if ctx.counts:
-            dot, total = kernels.sums(dy, x, weight, mean, var, eps)
-        else:  # an empty share: torch's CPU kernel would divide by 0 samples (SIGFPE)
-            dot, total = torch.zeros_like(mean), torch.zeros_like(mean)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            means = kernels.summed(ctx.world, dot, total) / ctx.count
-            dx = kernels.input_gradient(dy, x, weight, mean, var, eps, means) if ctx.counts else torch.zeros_like(x)
-        return dx, dot if ctx.needs_input_grad[1] else None, total if ctx.needs_input_grad[2] else None, *[None] * 5
+        return _backward(_gradients, ctx, dy)
+
+
+def _define(function: Callable[..., Any], like: Callable[..., Any], *changed: str) -> Any:
+    """Make an operator of torch from a function, and one that makes the tensors alike; it changes these arguments."""
+    name = f"lockstep::batch_norm{function.__name__}"
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=changed))
+    torch.library.impl(name, "default", function)
+    torch.library.register_fake(name, like)
+    return getattr(torch.ops.lockstep, f"batch_norm{function.__name__}").default
+
+
+def _statistics_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+    return mean, torch.empty_like(mean), x.new_empty(_WORLDS[arguments[-1]].group_size, dtype=torch.int32)
+
+
+def _gradients_like(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    parameter = x.new_empty(0) if weight is None else weight if x.is_cuda else mean
+    dx = torch.empty_like(x) if rest[-1] else x.new_empty(0)
+    return dx, torch.empty_like(parameter), torch.empty_like(parameter)
+
+
+_STATISTICS = _define(_statistics, _statistics_like, "running_mean", "running_var", "order")
+_NORMALISE = _define(_normalise, lambda x, *_: torch.empty_like(x))
+_GRADIENTS = _define(_gradients, _gradients_like, "order")
+torch.library.register_autograd(_NORMALISE, partial(_backward, _GRADIENTS), setup_context=_set_up)
 
 
 @contextmanager
@@ -183,12 +235,14 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def convert(model: nn.Module, world: World) -> nn.Module:
     """Make every BatchNorm of `model` synchronous over `world`; return `model`.
 
-    A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm` layers change
-    too. Raises `RequestError` for subclasses, and for layers with a process group or a replaced `forward`, whose
-    behaviour would be lost.
+    *Collective* on GPUs, where the exchanges have a process group of their own: in the gradients' group they would wait
+    behind buckets. A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm`
+    layers change too. Raises `RequestError` for subclasses, and for layers with a process group or a replaced
+    `forward`, whose behaviour would be lost.
     """
     if world.size == 1:
         return model
+    world = world.beside()
     plain = {name: norm for name, norm in _norms(model) if synchronous(norm) is None}
     for name, norm in plain.items():
         if type(norm) not in _KINDS or getattr(norm, "process_group", None) is not None or "forward" in vars(norm):

@@ -118,6 +118,11 @@ class World:
         return self.topology.size
 
     @property
+    def group_size(self) -> int:
+        """The number of ranks that take part in a collective: 1 without a process group."""
+        return 1 if self.group is None else self.size
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0. Never guard a collective with it."""
         return self.topology.is_main
@@ -145,6 +150,12 @@ class World:
                     dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def beside(self) -> World:
+        """Return this world with a process group of its own on GPUs, whose order is its own (*collective*)."""
+        if self.group is None or self.device.type == "cpu":
+            return self
+        return dataclasses.replace(self, group=new_group())
+
     def max(self, tensor: Tensor) -> Tensor:
         """Return the element-wise maximum of `tensor` (small) over all ranks (*collective*)."""
         return self.stack(tensor).amax(0)
@@ -153,14 +164,19 @@ class World:
         """Return every rank's `tensor` in rank order: (ranks, *shape) (*collective*)."""
         if self.group is None:
             return tensor[None]
-        tensor = tensor.contiguous()
+        if self.memory is not None and not tensor.is_cuda:
+            with self.progress.during("all-gather"):
+                return self.memory.stack(tensor.contiguous()).view(self.size, *tensor.shape)
+        rows = tensor.new_empty(self.size * tensor.numel())
+        return self.gather_into(rows, tensor.contiguous().view(-1)).view(self.size, *tensor.shape)
+
+    def gather_into(self, rows: Tensor, row: Tensor) -> Tensor:
+        """Write every rank's `row` (n,) to `rows` (ranks · n,), both contiguous; return it (*collective*)."""
+        if self.group is None:
+            return rows.copy_(row)
         with self.progress.during("all-gather"):
-            if self.memory is not None and not tensor.is_cuda:
-                gathered = self.memory.stack(tensor)
-            else:
-                gathered = tensor.new_empty(self.size * tensor.numel())
-                dist.all_gather_into_tensor(gathered, tensor.view(-1), group=self.group)
-        return gathered.view(self.size, *tensor.shape)
+            dist.all_gather_into_tensor(rows, row, group=self.group)
+        return rows
 
     def gather_variable_length(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's `tensor`, (n, …), in rank order (*collective*). n may differ between ranks."""
