@@ -17,7 +17,10 @@ def _talk(world: World) -> Any:
         for _ in range(2):
             world.sum(torch.zeros(2))
     shared = torch.full((3,), float(world.rank) + 5)
-    world.broadcast([shared])
+    transposed, expanded = torch.full((2, 3), float(world.rank)).t(), torch.full((2, 1), world.rank + 1).expand(2, 4)
+    world.broadcast([shared, transposed, expanded])
+    assert transposed.tolist() == [[0.0, 0.0]] * 3
+    assert expanded.tolist() == [[1] * 4] * 2
     world.barrier()
     summed = world.sum(torch.tensor([1.0, float(world.rank)]))
     most = world.max(torch.tensor(world.rank))

@@ -121,7 +121,7 @@ class MarkedProgress(Progress):
         self._progress.enter(phase)
 
     phase, step, count = _forwarded("phase"), _forwarded("step"), _forwarded("count")
-    folder, failed = _forwarded("folder"), _forwarded("failed")
+    folder, failed, event = _forwarded("folder"), _forwarded("failed"), _forwarded("event")
 
 
 def mark_exchanges(
