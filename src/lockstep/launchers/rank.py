@@ -249,7 +249,8 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
 def variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables to set for torch in a rank."""
     # With torch 2.15's new backend for NCCL, the backward pass waits for each of DDP's exchanges.
-    values = unset({"TORCH_DIST_USE_NCCL2": "0"})
+    # NVML counts GPUs by their place in the machine; CUDA would put the fastest first.
+    values = unset({"TORCH_DIST_USE_NCCL2": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     if config.precision.deterministic:
         # cuBLAS reads its variable at its first use; without it some of its algorithms differ from run to run. So do
         # sums in switches (NVLS), which torch excludes only if the setting precedes the process group.

@@ -17,8 +17,8 @@ class Progress:
     """A rank's phase, and how many it has entered.
 
     All ranks enter the same phases in the same order, so the others wait for the one that has entered the fewest.
-    Entering one sets two attributes, a tenth of a microsecond, and sends nothing. The host runs ahead of an accelerator: an
-    event behind each exchange shows whether the device still waits in it.
+    Entering one sets two attributes, a tenth of a microsecond, and sends nothing. The host runs ahead of an
+    accelerator: an event behind each exchange shows whether the device still waits in it.
     """
 
     __slots__ = ("count", "event", "failed", "folder", "phase", "step")

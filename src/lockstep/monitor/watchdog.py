@@ -6,7 +6,7 @@
 A rank that has entered no new phase for --stall-timeout writes such a sentence to the store, and all ranks end with it.
 All ranks enter the same phases in the same order: the one that hangs has entered the fewest. The heartbeats of a rank
 that has died, was stopped or is cut off no longer rise. There is no stall while all live and one prepares or compiles,
-or this rank runs code of the user, nor on a lone rank that computes. On an accelerator, code of the user may wait for the
+or this rank runs the user's code, nor on a lone rank that computes. On an accelerator, the user's code may wait for the
 device, and that for another rank: an event shows it. The rank that serves the store ends last.
 """
 

@@ -79,7 +79,7 @@ class World:
         if not on_host:
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
             progress.event = torch.Event(device)
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if _torch.get_debug_level() == _torch.DebugLevel.DETAIL:
             form_s = None  # torch 2.11 to 2.13 cannot change the limit of a group under TORCH_DISTRIBUTED_DEBUG=DETAIL
         if group is None:
             dist.init_process_group(
