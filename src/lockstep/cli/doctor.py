@@ -67,7 +67,7 @@ def _usable(config: RunConfig) -> RunConfig:
     if parallel.accelerator == "auto" and hardware.gpus(visible_gpus()):
         import torch  # late, and only where there are GPUs: it takes seconds
 
-        if not torch.cuda.is_available():
+        if torch.accelerator.current_accelerator(check_available=True) is None:
             parallel = dataclasses.replace(parallel, accelerator="cpu", gpus="")
     return dataclasses.replace(config, parallel=parallel)
 

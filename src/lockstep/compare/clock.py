@@ -76,7 +76,7 @@ class Clock:
         if self._on_gpu:
             import torch
 
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return [
             [(label, self._seconds(begin, end)) for (_, begin), (label, end) in itertools.pairwise(marks)]
             for marks in self._steps
@@ -87,7 +87,7 @@ class Clock:
             return time.perf_counter()
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.Event(enable_timing=True)
         event.record()
         return event
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .. import hardware
+from .. import cuda, hardware
 from ..errors import counted, ranks_in_short
 from ..files import unlinked
 from ..launchers import hosts
@@ -33,8 +33,7 @@ _APPEARS_S = 2.0  # for a file to appear on another host; network disks cache mi
 
 def versions(driver: str) -> dict[str, str | None]:
     """Return the version of each part here; `driver` is NVIDIA's."""
-    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    return manifest.versions() | {"NCCL": ".".join(map(str, nccl)) or None, "driver": driver or None}
+    return manifest.versions() | {"NCCL": ".".join(map(str, cuda.nccl_version())) or None, "driver": driver or None}
 
 
 def judge_versions(by_rank: Sequence[Mapping[str, str | None]]) -> Iterator[Finding]:
@@ -86,7 +85,7 @@ def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
     if not gpus or chosen_cpu:
         words = f"{gpus} here, not used, because of --accelerator cpu" if gpus else "none: ranks compute on the CPU"
         yield Finding("devices", "GPUs", UNCHECKED, words)
-    elif not torch.cuda.is_available():
+    elif torch.accelerator.current_accelerator(check_available=True) is None:
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         words = f"the driver shows {gpus}, but torch {torch.__version__}, {build}, cannot use them"
         fix = "install a torch that fits the driver (pytorch.org), or a newer driver; or take --accelerator cpu"

@@ -30,7 +30,7 @@ from .compress import CompressedSum
 from .powersgd import LowRankSum, PowerSGD
 from .ranks import Ranks
 
-_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
+_BUCKET_BYTES = {"cpu": 4 << 20, "accelerator": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
 busy."""
 
@@ -59,7 +59,7 @@ class AllReduce(Ranks):
         if self._low_rank is not None:
             self.settings = self._low_rank.settings
         self._overlap = overlap
-        self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
+        self._bucket_bytes = _BUCKET_BYTES["cpu" if world.device.type == "cpu" else "accelerator"]
         self._trained = b""  # which parameters the buckets cover
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []

@@ -145,7 +145,7 @@ def launch(
     *,
     devices: int | None = None,
     gpus: str = "",
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+    accelerator: Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"] = "auto",
     max_restarts: int = 0,
     **options: Any,
 ) -> T | None: ...
