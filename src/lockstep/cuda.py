@@ -17,7 +17,7 @@ def has_tf32(device: torch.device) -> bool:
 
 def has_bf16(device: torch.device) -> bool:
     """Return whether a GPU computes bf16 in hardware."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def missing_architecture(capability: tuple[int, int], built: list[str]) -> str:
@@ -35,11 +35,16 @@ def missing_architecture(capability: tuple[int, int], built: list[str]) -> str:
     return "" if fits or not codes else f"sm_{major}{minor}"
 
 
+def architectures() -> list[str]:
+    """Return the architectures that this build of torch has code for, such as sm_90; [] without CUDA."""
+    return list(torch.cuda.get_arch_list())
+
+
 def lacking(device: torch.device) -> str:
     """Return the architecture of a GPU that this build of torch has no code for, or ""."""
     if device.type != "cuda" or torch.version.hip:
         return ""
-    return missing_architecture(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
+    return missing_architecture(torch.cuda.get_device_capability(device), architectures())
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -178,6 +178,13 @@ def select(
     return tuple(visible_parts[:1] or chosen)
 
 
+def partitions() -> int:
+    """Return the number of partitions (MIG) of all GPUs of this machine."""
+    query_nvml("nvmlInit")
+    devices = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
+    return sum(map(len, map(_parts_of, devices)))
+
+
 def driver_trouble() -> str:
     """Return why the NVIDIA driver does not answer; "" if it does, and without a driver."""
     import pynvml
@@ -216,15 +223,15 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     """Return the visible GPUs and the driver's version."""
     query_nvml("nvmlInit")  # if this fails, all queries below return None
     devices = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
-    parts = {
-        gpu.uuid: _described(_handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", handle))
-        for handle in devices
-        for gpu in _described([handle])
-    }
+    parts = {gpu.uuid: _described(_parts_of(handle)) for handle in devices for gpu in _described([handle])}
     gpus = select(_described(devices), visible, parts)
     driver = str(query_nvml("nvmlSystemGetDriverVersion") or "")
     query_nvml("nvmlShutdown")
     return gpus, driver
+
+
+def _parts_of(device: Any) -> list[Any]:
+    return _handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", device)
 
 
 def _handles(count: str, handle_of: str, *parents: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """The accelerators of each process of a node.
 
-NVML shows NVIDIA's GPUs without torch. Other accelerators are torch's to count: it is imported where this machine has the
+NVML shows NVIDIA's GPUs without torch. torch counts other accelerators: it is imported where this machine has the
 device file of one, or for a flag that names one.
 """
 
@@ -51,8 +51,8 @@ def find(name: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     if name not in ("auto", "cuda") and (built is None or built.type != name):
         has = f"for {built.type}" if built else "for the CPU alone"
         raise RequestError(
-            f"--accelerator {name}: torch {torch.__version__} was built {has}; install a build of torch for it, or take "
-            "--accelerator auto."
+            f"--accelerator {name}: torch {torch.__version__} was built {has}; install a build of torch for {name}, or "
+            "take --accelerator auto."
         )
     if present is None or (name == "cuda" and present.type != name):
         return ("cpu" if name == "auto" else name), 0
