@@ -44,7 +44,9 @@ class Progress:
 
     def device_waits(self) -> bool:
         """Return whether the device has not finished the last exchange."""
-        return self.event is not None and not self.event.query()
+        with contextlib.suppress(RuntimeError):  # of an event that a CUDA graph has captured
+            return self.event is not None and not self.event.query()
+        return False
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
