@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 
 import lockstep
 from lockstep import _torch, cuda, hardware
@@ -25,6 +30,8 @@ from lockstep.training.precision import resolve
 from lockstep.world.random_state import Generators, seed_all
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
+
+from ..command import ROOT
 
 SOURCE = Path(lockstep.__file__).parent
 CUDAS_OWN = {
@@ -203,6 +210,24 @@ def test_steps_and_memory_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> No
     measured = Telemetry([torch.device("xpu", index) for index in range(2)])
     assert measured.sample()["device_memory_bytes"] == 10
     assert measured.peak_memory_bytes()["device"] == 14
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices in Python",
+)
+def test_a_session_trains_on_a_device_that_is_no_cpu(tmp_path: Path) -> None:
+    """One process, with checkpoints and all: its tensors mix with no others. Groups of ranks need a real backend."""
+    env = os.environ | {"PYTHONPATH": f"{SOURCE.parent}:{ROOT}"}
+    command = [sys.executable, "-m", "tests.stand_in"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    on_cpu, on_device = json.loads(done.stdout)
+    assert on_cpu == on_device
+    assert len(on_cpu) == 8
+    assert "1 × npu" in done.stderr
+    assert "lockstep: warning" not in done.stderr
+    assert "No resumed run" not in done.stderr
 
 
 def test_a_group_has_the_devices_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ _LOCKSTEP = Path(__file__).parents[1]
 _RUNNERS = (f"{_LOCKSTEP}/", runpy.__file__, "<frozen runpy>")
 """Frames that may come before the first one of a script, or of a function of the user's."""
 _EXCHANGES = tuple(
-    str(_LOCKSTEP / name) for name in ("monitor/", "nn/", "sessions/", "training/gradients.py", "world/")
+    str(_LOCKSTEP / name) for name in ("exchange/", "monitor/", "nn/", "sessions/", "training/draw", "world/")
 )
 """Frames that exchange for their caller, whose line is reported instead."""
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
