@@ -264,7 +264,7 @@ samples that a collate function drops are weighed: sessions/stepper.py
 - return handed.samples / share.total, expected
 + return share.size / share.total, expected
 a batch that a collate function makes smaller is divided by its samples of before: exchange/batch.py
-- return None if not total.is_cuda and total.item() == expected else total / expected
+- return None if total.is_cpu and total.item() == expected else total / expected
 + return None
 = unit/test_share.py::test_a_further_pass_over_an_epoch_has_an_order_and_draws_of_its_own
 a further pass has the order of the first: data/share.py
@@ -377,7 +377,7 @@ an old checkpoint is deleted under its own name: checkpoint/write.py
 + shutil.rmtree(folder)
 = unit/test_checkpoint.py::test_what_is_saved_is_the_state_at_the_call_and_written_beside_the_training
 a checkpoint holds the weights of a later step: checkpoint/write.py
-- groups.setdefault(group, {})[key] = copy
+- groups.setdefault(group, {})[key] = torch.empty_like(tensor.detach(), device="cpu")
 + groups.setdefault(group, {})[key] = tensor.detach()
 = unit/test_record.py::test_a_failed_write_leaves_the_old_file
 a file is written in its place: files.py

@@ -46,8 +46,6 @@ DebugLevel, get_debug_level = _stores.DebugLevel, _stores.get_debug_level
 
 foreach_copy_ = torch._foreach_copy_
 """Copy of a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""
-foreach_div_ = torch._foreach_div_
-"""The same, of a division by one number."""
 
 
 def loader_copied_by_lightning() -> Any:

@@ -124,6 +124,7 @@ def test_a_gpu_that_the_build_has_no_code_for_is_refused(
     has: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has("cuda", 1)
+    monkeypatch.setattr(hardware, "gpus", lambda visible: (hardware.Gpu("GTX 1080", "GPU-0", 1),))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
     with pytest.raises(RequestError, match=r"^cuda:0 has the architecture sm_61, for which torch .* has no code"):

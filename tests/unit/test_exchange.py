@@ -226,25 +226,6 @@ def test_a_weighed_mean_is_over_the_whole_batch() -> None:
     assert batch.take_loss()[0].item() == pytest.approx((1 * 1 + 3 * 2) / 4 * layer(X).sum().item())
 
 
-def test_gradients_of_one_process_are_divided_in_one_operation() -> None:
-    layers, counted = nn.ModuleList(two()), Counter[str]()
-    exchange = Exchange(ALONE)
-    exchange.attach(layers)
-    for parameter in exchange.parameters:
-        parameter.grad = torch.full_like(parameter, 3.0)
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counted[func.name()] += 1
-            return func(*args, **kwargs or {})
-
-    with Count():
-        exchange.divide(Part(), torch.tensor(3.0, dtype=torch.float64))
-    assert counted["aten::_foreach_div_.Tensor"] == 1
-    assert "aten::div_.Tensor" not in counted
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in exchange.parameters)  # type: ignore[arg-type]
-
-
 def test_a_loss_leads_to_the_share_of_its_batch_wherever_the_loop_has_come_to() -> None:
     shares, weight = Shares(), torch.ones(1, requires_grad=True)
     batches, handed, losses = [], [], []

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import _torch
 from .._torch import Hooks, UserHooks
 from ..checkpoint.shards import local, whole
 from ..checkpoint.state import few
@@ -169,8 +168,9 @@ class Exchange:
 
     def divide(self, part: Part, divisor: Tensor) -> None:
         """Divide the part's gradients (`.grad`) by `divisor` (0-dim)."""
-        if gradients := [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]:
-            _torch.foreach_div_(gradients, divisor)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).div_(divisor)
 
     def hide(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the existing gradients."""
