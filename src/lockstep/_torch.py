@@ -42,6 +42,7 @@ HashStore = _stores.HashStore
 PrefixStore = _stores.PrefixStore
 Store = _stores.Store
 TCPStore = _stores.TCPStore
+DebugLevel, get_debug_level = _stores.DebugLevel, _stores.get_debug_level
 
 foreach_copy_ = torch._foreach_copy_
 """Copy of a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""

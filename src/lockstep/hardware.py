@@ -13,6 +13,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -156,18 +157,19 @@ def gpus(visible: str | None) -> tuple[Gpu, ...]:
     return _nvidia(visible)[0]
 
 
-def select(gpus: Sequence[Gpu], visible: str | None, parts: Sequence[Gpu] = ()) -> tuple[Gpu, ...]:
+def select(
+    gpus: Sequence[Gpu], visible: str | None, parts: Mapping[str, Sequence[Gpu]] = MappingProxyType({})
+) -> tuple[Gpu, ...]:
     """Return those of `found` that CUDA_VISIBLE_DEVICES leaves, in its order.
 
     As CUDA reads it: indices or unambiguous prefixes of UUIDs, up to the first that does not exist. `parts` are the
-    partitions of divided GPUs (MIG); a process sees only the first that the variable names.
+    partitions (MIG) of divided GPUs by UUID. CUDA shows a process one partition, the first, and then no other GPU
+    (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/ "CUDA visible devices").
     """
-    if visible is None:
-        return tuple(gpus)
-    chosen: list[Gpu] = []
-    for word in map(str.strip, visible.split(",")):
-        if matching_parts := [part for part in parts if part.uuid == word]:
-            return tuple(matching_parts)
+    chosen = [*gpus] if visible is None else []
+    for word in [] if visible is None else map(str.strip, visible.split(",")):
+        if named := [part for of_gpu in parts.values() for part in of_gpu if part.uuid == word]:
+            return tuple(named)
         if word.isdecimal():
             matches = list(gpus[int(word) : int(word) + 1])
         else:
@@ -175,7 +177,15 @@ def select(gpus: Sequence[Gpu], visible: str | None, parts: Sequence[Gpu] = ()) 
         if len(matches) != 1:
             break
         chosen += matches
-    return tuple(chosen)
+    visible_parts = [part for gpu in chosen for part in parts.get(gpu.uuid, ())]
+    return tuple(visible_parts[:1] or chosen)
+
+
+def partitions() -> int:
+    """Return the number of partitions (MIG) of all GPUs of this machine."""
+    query_nvml("nvmlInit")
+    devices = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
+    return sum(map(len, map(_parts_of, devices)))
 
 
 def driver_trouble() -> str:
@@ -216,13 +226,15 @@ def _nvidia(visible: str | None) -> tuple[tuple[Gpu, ...], str]:
     """Return the visible GPUs and the driver's version."""
     query_nvml("nvmlInit")  # if this fails, all queries below return None
     devices = _handles("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
-    partitions: list[Any] = []
-    for handle in devices if "MIG-" in (visible or "") else ():
-        partitions += _handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", handle)
-    gpus = select(_described(devices), visible, _described(partitions))
+    parts = {gpu.uuid: _described(_parts_of(handle)) for handle in devices for gpu in _described([handle])}
+    gpus = select(_described(devices), visible, parts)
     driver = str(query_nvml("nvmlSystemGetDriverVersion") or "")
     query_nvml("nvmlShutdown")
     return gpus, driver
+
+
+def _parts_of(device: Any) -> list[Any]:
+    return _handles("nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", device)
 
 
 def _handles(count: str, handle_of: str, *parents: Any) -> list[Any]:

@@ -100,6 +100,7 @@ def test_the_emulated_kernels_are_torchs(dtype: torch.dtype, has_weight: bool, o
     torch.testing.assert_close(*results, rtol=close, atol=close)
 
 
+@needs_cuda
 def test_a_first_rank_without_a_sample_takes_part() -> None:
     x = torch.randn(6, 3, 4, 4, device="cuda", dtype=torch.float64) + 2
     mean, scale = torch.batch_norm_stats(x, 1e-5)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,21 @@ def names(folder: Path) -> list[str]:
 
 def damage(folder: Path) -> None:
     (folder / "state.json").write_bytes(b"{}")
+
+
+def test_a_devices_tensors_come_through_one_small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(None))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)  # as if these were a device's
+    tensors = [
+        *(torch.randn(7, 5), torch.tensor(3.0), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        *(torch.arange(300), torch.zeros(0), torch.tensor([True, False]), torch.randn(2, 1).expand(2, 3)),
+        *(torch.randn(6, 4).t()[:, ::2], torch.randn(3, dtype=torch.complex128), torch.randn(9)[4:]),
+    ]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    write.stage([*zip(copies, tensors, strict=True)], torch.empty(256, dtype=torch.uint8))
+    assert all(map(torch.equal, copies, tensors))
+    assert sum(copy.nbytes for copy in copies) / 256 <= len(waits) <= 16
 
 
 def test_tensors_of_every_kind_and_meta_come_back_with_the_same_bits(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep._torch import HashStore
 from lockstep.cli.doctor import show, verdict
-from lockstep.doctor import alone, together
+from lockstep.doctor import alone, gpus, together
 from lockstep.doctor.finding import GREEN, RED, UNCHECKED, YELLOW, Finding, conclude, look, merged
 from lockstep.hardware import Gpu
 from lockstep.world.topology import Topology
@@ -23,6 +23,7 @@ from lockstep.world.topology import Topology
 MIB, GIB = 2**20, 2**30
 ADDRESSES = ["10.0.0.1", "10.0.0.2"]
 ROOM = Path("/x")
+TWO = [Gpu("H200", f"GPU-{index}", 80 * GIB) for index in range(2)]
 
 
 def _torches(*versions: str) -> Finding:
@@ -47,8 +48,14 @@ def _failed(*errors: tuple[str, bool]) -> Iterable[Finding]:
 JUDGED: list[tuple[Callable[[], Finding | Iterable[Finding]], str, str]] = [
     (lambda: _torches("2.12.0", "2.12.0"), GREEN, "torch 2.12.0"),
     (lambda: _torches("2.12.0", "2.11.0"), RED, "torch & 2.12.0 on rank 0 & 2.11.0 & rank 1"),
-    (lambda: alone.usable_gpus(0, chosen_cpu=False), UNCHECKED, "none"),
-    (lambda: alone.usable_gpus(2, chosen_cpu=True), UNCHECKED, "2 here, not used"),
+    (lambda: gpus.usable([], chosen_cpu=False), UNCHECKED, "none"),
+    (lambda: gpus.usable(TWO, chosen_cpu=True), UNCHECKED, "2 here, not used"),
+    (lambda: gpus.partitions(7), YELLOW, "7 partitions (MIG) & nvidia-smi -mig 0"),
+    (lambda: gpus.driver_age(13020, "13.0"), GREEN, "up to 13.2, torch was built for 13.0"),
+    (lambda: gpus.driver_age(13000, "13.2"), GREEN, "compiles none (compute_…)"),
+    (lambda: gpus.driver_age(12040, "13.0"), RED, "up to 12.4 & a torch for CUDA 12"),
+    (lambda: gpus.nccl((2, 29, 2)), YELLOW, "2.29.2 hangs & newer"),
+    (lambda: gpus.nccl((2, 21, 5)), YELLOW, "2.21.5 may hang when a group is left"),
     (lambda: _reached(""), GREEN, ""),
     (
         lambda: _reached("no answer within 3 s"),
@@ -122,12 +129,61 @@ def test_a_name_by_which_nobody_is_reached_is_told(
 
 
 def test_gpus_that_torch_cannot_use_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **options: None)
     for built, told in (("13.0", "built for CUDA 13.0"), (None, "a build without CUDA")):
         monkeypatch.setattr("torch.version.cuda", built)
-        (finding,) = alone.usable_gpus(2, chosen_cpu=False)
+        finding = next(gpus.usable(TWO, chosen_cpu=False))
         assert (finding.state, told in finding.words) == (RED, True)
         assert "--accelerator cpu" in finding.fix
+
+
+def test_a_gpu_that_the_build_has_no_code_for_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **options: "cuda")
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75"])
+    for name, answer in {"HandleByUUID": "handle", "CudaComputeCapability": (6, 1)}.items():
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", lambda *about, answer=answer: answer)
+    _check(
+        next(gpus.usable(TWO, chosen_cpu=False)), RED, "H200 has the architecture sm_61 & has no code & --accelerator"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({("nvlink", "01"): 0, ("nvlink", "02"): 0, ("nvlink", "12"): 0}, "NVLink between each pair of 3 GPUs"),
+        ({("read", "01"): 0, ("read", "02"): 0, ("read", "12"): 0}, "PCIe between each pair of 3 GPUs"),
+        (
+            {("nvlink", "01"): 0},
+            "NVLink between 0–1; PCIe through host memory, without peer-to-peer access between 0–2, ",
+        ),
+        (None, ""),
+    ],
+)
+def test_links_are_those_that_the_driver_reports(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[tuple[str, str], int] | None, words: str
+) -> None:
+    names = {pynvml.NVML_P2P_CAPS_INDEX_NVLINK: "nvlink", pynvml.NVML_P2P_CAPS_INDEX_READ: "read"}
+
+    def status(first: str, second: str, index: int) -> Any:
+        if answers is None:
+            raise pynvml.NVMLError_NotSupported
+        return answers.get((names[index], f"{first[-1]}{second[-1]}"), pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    findings = [*gpus.links([*TWO, Gpu("H200", "GPU-2", GIB)])]
+    assert [finding.words[: len(words)] for finding in findings] == [words] * bool(words)
+
+
+def test_nccls_share_of_shared_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone, "_free_bytes", lambda folder: 700 * MIB)
+    topology = Topology(size=4, local_size=4)
+    states = [
+        next(finding for finding in alone.host(topology, on_cpu) if finding.name == "shared memory")
+        for on_cpu in (True, False)
+    ]
+    _check(states[0], GREEN, "")
+    _check(states[1], YELLOW, "data workers of 4 ranks and NCCL need & --shm-size")
 
 
 def test_a_gpu_whose_memory_others_hold_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.batching import Share
 from lockstep.errors import RunError
@@ -125,6 +127,29 @@ def test_a_batchs_gradients_are_the_sum_over_its_micro_batches(wire: Wire) -> No
         backward(exchange, *(high(low(row)).sum() for row in X))
         assert len(wire.sent) == 2  # not one for each micro-batch
         assert same(gradients(low, high), of(high(low(X)).sum(), low, high))
+
+
+@pytest.mark.parametrize("couples", [False, True])
+def test_a_weight_on_the_device_costs_operations_by_buckets_and_not_by_parameters(wire: Wire, couples: bool) -> None:
+    layers = [nn.Linear(2, 2) for _ in range(8)]
+    exchange = exchange_of(*layers)
+    exchange._bucket_bytes = 1 << 20  # one bucket
+    counted, is_zero = Counter[str](), torch.tensor(True)
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[func.name()] += 1
+            return func(*args, **kwargs or {})
+
+    for _ in range(2):
+        counted.clear()
+        loss = nn.Sequential(*layers)(X).sum() * (float("nan") if couples else 1.0)
+        zeroed = {"weightless": is_zero} if couples else {"zeroed": is_zero}
+        with Count():
+            exchange.hide()
+            exchange.backward(Pass(loss.backward, Part(), Header(Call.BACKWARD.kind, 0), 1.0, True, **zeroed))
+        assert counted["aten::masked_fill_.Scalar"] == 1
+        assert same(gradients(*layers), [torch.zeros_like(each) for layer in layers for each in layer.parameters()])
 
 
 def test_a_parameter_has_a_gradient_where_any_rank_has_one(wire: Wire) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from lockstep.hardware import Gpu
 from lockstep.launchers import devices, rollcall
 from lockstep.launchers.plan import plan
 from lockstep.launchers.start import launch
+from lockstep.launchers.supervisor import Supervisor
 from lockstep.monitor import failures
 
 from ..environments import environment
@@ -84,17 +86,21 @@ def test_gpus_are_those_that_answer_and_that_cudas_variable_names(monkeypatch: p
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
-    assert hardware.gpus(None) == (Gpu("H200", "GPU-a", 7), Gpu("H200", "GPU-b", hardware.memory_bytes()))
+    assert hardware.gpus(None) == (Gpu("H200", "MIG-c", hardware.memory_bytes()),)  # as CUDA, and no other one
+    assert hardware.gpus("0") == (Gpu("H200", "GPU-a", 7),)
     for visible, names in {
         "": [],
-        "1,0": ["GPU-b", "GPU-a"],
-        "GPU-b, 0": ["GPU-b", "GPU-a"],
+        "1,0": ["MIG-c"],
+        "GPU-b, 0": ["MIG-c"],
         "0,-1,1": ["GPU-a"],  # up to the first one that is not there
         "GPU-": [],  # which may be either
         "MIG-c,0": ["MIG-c"],
         "MIG-none": [],
     }.items():
         assert [gpu.uuid for gpu in hardware.gpus(visible)] == names, visible
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxMigDeviceCount", lambda handle: 0)
+    assert hardware.gpus(None) == (Gpu("H200", "GPU-a", 7), Gpu("H200", "GPU-b", hardware.memory_bytes()))
+    assert [gpu.uuid for gpu in hardware.gpus("GPU-b, 0")] == ["GPU-b", "GPU-a"]
 
 
 @pytest.fixture
@@ -199,6 +205,13 @@ def test_the_first_cause_is_not_the_loudest() -> None:
     [
         (RuntimeError(f"{GLOO}pair.cc:561] Connection closed by peer [10.0.0.7]:4711. "), "closed by peer at 10.0.0.7"),
         (RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 600000ms for recv"), "Timed out"),
+        (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.28.9"), "exited"),
+        (RuntimeError("NCCL Error 6: remote process exited or there was a network error"), "remote process exited"),
+        (
+            RuntimeError("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600001 ms"),
+            "ran for 600001 ms",
+        ),
+        (RuntimeError("NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"), ""),
         (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did\nEx"), "was likely closed"),
         (RuntimeError("the database timed out"), ""),
     ],
@@ -211,6 +224,28 @@ def test_a_lost_rank_is_told_in_plain_words_and_no_other_failure_is(error: Excep
     assert again.trace == ("" if told else failure.trace)
     for words in ("Rank 2", "collective", told, "continue with --resume auto") if told else ():
         assert words in str(again)
+
+
+def test_an_operation_without_a_deterministic_kind_is_refused_by_its_name() -> None:
+    text = "kthvalue CUDA does not have a deterministic implementation, but you set 'torch.use_deterministic_algorith"
+    error = failures.describe(RuntimeError(text), 1).error()
+    assert error.exit_code == 2
+    assert str(error).startswith("Rank 1 failed: kthvalue CUDA has no deterministic implementation on this device")
+
+
+def test_a_kernel_that_has_failed_is_a_cause_and_a_rank_left_alone_an_echo(tmp_path: Path) -> None:
+    supervisor, path = Supervisor(override(RunConfig(), accelerator="cuda")), tmp_path / "output" / "rank_1.txt"
+    path.parent.mkdir()
+    path.write_text("CUDA error: out of memory\n")  # of an earlier start
+    supervisor.notes["folder"], supervisor._sizes = str(tmp_path), {1: path.stat().st_size}
+    aborted: Any = SimpleNamespace(process=SimpleNamespace(exitcode=-signal.SIGABRT), rank=1)
+    assert supervisor._death(aborted).is_echo
+    with path.open("a") as file:
+        file.write("terminate called\n  what():  CUDA error: device-side assert triggered\nframe #0: c10::Error\n")
+    cause = supervisor._death(aborted)
+    assert not cause.is_echo
+    assert "was killed by SIGABRT" in cause.sentence
+    assert "CUDA error: device-side assert triggered; continue with" in cause.sentence
 
 
 FAULTS = """import os, resource, sys; import numpy as np; from lockstep import hardware

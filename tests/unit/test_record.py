@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.files import write_json, write_whole
 from lockstep.record import checks, telemetry
@@ -26,6 +28,7 @@ from lockstep.record.manifest import Documents
 from lockstep.record.result import RunResult
 from lockstep.record.telemetry import StepClock, Telemetry
 from lockstep.record.tensorboard import TensorBoard
+from lockstep.runs.meter import Meter
 from lockstep.screen import Screen
 from lockstep.world.world import World
 
@@ -260,3 +263,25 @@ def test_telemetry_of_a_cpu_is_the_processs_own() -> None:
     peak = telemetry.peak_memory_bytes()
     assert (peak["host"] or 0) > 10e6
     assert peak["device"] is None
+
+
+def test_an_interval_ends_with_two_waits_for_the_device() -> None:
+    counted = Counter[str]()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[func.name()] += 1
+            return func(*args, **kwargs or {})
+
+    rows: list[dict[str, Any]] = []
+    recorder: Any = SimpleNamespace(record=lambda event, **fields: rows.append({"event": event, **fields}))
+    meter = Meter(World.alone(), recorder, [], log_every=2)
+    meter.start()
+    for step in (1, 2):
+        meter.add(step, 0, 0.1, 4, torch.tensor(0.5), None)
+    meter.pending.last = (torch.eye(4), torch.tensor([0, 1, 2, 0]))
+    with Count():
+        meter.flush(stop=False, total_steps=0)
+    assert counted["aten::_local_scalar_dense"] == 1  # and one list, of every number
+    assert rows[-1]["top1"] == 0.75
+    assert [row["loss"] for row in rows[0]["rows"]] == [0.5, 0.5]

@@ -84,6 +84,7 @@ TRAIN = """
 --devices 2 --gpus 0                   | --devices 2 | --gpus 0 | give one
 --gpus 0                               | --gpus 0 | this machine shows no GPU
 --accelerator cuda                     | --accelerator cuda | this machine shows no GPU | --accelerator cpu
+--accelerator npu                      | --accelerator npu: torch | was built for | --accelerator auto
 --output held                          | held holds a run already | --resume auto
 --output file --devices 2              | file is a file | give a folder
 """

@@ -15,6 +15,8 @@ from lockstep.errors import RequestError
 from lockstep.hardware import Gpu
 from lockstep.launchers import start
 from lockstep.runs import folders
+from lockstep.sessions import script
+from lockstep.world.world import World
 
 from ..starting import config
 
@@ -37,6 +39,13 @@ def test_of_several_gpus_a_script_alone_takes_one(monkeypatch: pytest.MonkeyPatc
     assert (found.launcher, found.devices, found.accelerator) == ("inline", 1, "cuda")
     with pytest.raises(RequestError, match="--launcher spawn would start"):
         start.joining(override(RunConfig(), devices=2), {})
+
+
+def test_determinism_that_a_group_was_not_formed_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = script.Started(RunConfig(), World.alone("cuda"))
+    monkeypatch.setattr(script, "take", lambda: started)
+    with pytest.raises(RequestError, match=r"comes too late .* give lockstep run --deterministic"):
+        lockstep.session(deterministic=True)
 
 
 def test_the_default_folder_has_the_scripts_name() -> None:

@@ -128,6 +128,35 @@ def test_who_reports_nothing_is_not_judged() -> None:
     assert len(told) == 2
 
 
+def test_a_rank_whose_device_waits_for_another_one_is_judged() -> None:
+    waits = SimpleNamespace(query=lambda: False, record=lambda: None)  # as torch.Event, behind an exchange under way
+    first, second = Progress(), Progress()
+    first.event = waits
+    with _watched(_store(), first, second, stalls_s=(0.8, 3600.0)) as told:
+        with first.during("all-reduce"):  # the host leaves it at once, and waits in code of its own, as in .item()
+            pass
+        until(lambda: len(told) == 4, 20)
+    sentence = min(told[2:], key=lambda failure: failure.rank).sentence
+    assert sentence.startswith("Rank 1 (node b) stopped ")
+    assert "; rank 0 waits in all-reduce at step 0" in sentence
+
+
+def test_code_of_its_own_beside_a_dead_rank_is_judged() -> None:
+    with _watched(_store(), Progress(), stalls_s=(0.8,)) as told:  # the second one has never sent a beat
+        until(lambda: len(told) == 2, 20)
+    assert told[1].sentence.startswith("Rank 1 (node b) was stopped, died or was cut off ")
+
+
+def test_the_last_event_follows_each_exchange() -> None:
+    progress, recorded = Progress(), list[str]()
+    progress.event = SimpleNamespace(record=lambda: recorded.append(progress.phase), query=lambda: len(recorded) > 1)
+    for _ in range(2):
+        with progress.during("all-reduce"):
+            assert progress.device_waits() == (len(recorded) < 2)
+    assert recorded == ["", ""]
+    assert not progress.device_waits()
+
+
 def _build(kind: str) -> Any:
     """Return a function that stands for a second where torch compiles, or a collective waits."""
     name = {

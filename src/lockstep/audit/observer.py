@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 
 from .._torch import TorchDispatchMode, arguments
+from ..world.random_state import device_state
 from . import REFUSED, VARIABLE, patches
 from .modules import Modules, index_of
 from .tensors import hash_samples
@@ -73,12 +74,13 @@ def _digest_generator(generator: torch.Generator | None, args: Any, options: Any
     """Return a digest of the state of the generator that an operator draws from; b"" if it is unknown."""
     device = next((value.device for value in args if isinstance(value, Tensor)), options.get("device"))
     kind = torch.device(device or "cpu").type
-    if generator is None and kind not in ("cpu", "cuda"):
+    accelerator = torch.accelerator.current_accelerator()
+    if generator is None and kind not in ("cpu", accelerator and accelerator.type):
         return b""
     if generator is not None:
         state = generator.get_state()
     else:
-        state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state(device)
+        state = torch.get_rng_state() if kind == "cpu" else device_state(torch.device(device))
     return hashlib.sha256(state.numpy().tobytes()).digest()
 
 
@@ -196,7 +198,7 @@ class Observer(ABC):
             self.is_evaluating = not torch.is_grad_enabled() or not module.training
             if is_training and number is not None:
                 kinds = {parameter.dtype for parameter in module.parameters()}
-                is_cast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+                is_cast = any(torch.is_autocast_enabled(parameter.device.type) for parameter in module.parameters())
                 modules.is_coarse |= is_cast or bool(kinds & {torch.bfloat16, torch.float16})
                 self._needs_input = True
                 self.calls += 1

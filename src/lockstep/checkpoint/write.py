@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from .layout import COMPLEX, FORMAT, LINKS, STATE, SUMS, VERSION, digest, free_n
 from .read import peek
 from .state import State
 
+_STAGE_BYTES = 1 << 26
+_ALIGNED = 16  # bytes, of the largest dtype
 _HIDDEN = re.compile(r"\.(saving|deleting|last|best)-.*")
 Groups = dict[str, dict[str, Tensor]]
 
@@ -91,14 +93,56 @@ def _snapshot(tensors: dict[str, Tensor]) -> Groups:
         group, _, key = name.partition("/")
         assert key, f"tensor {name!r} is not named group/name"
         assert group.isidentifier(), f"tensor {name!r}: its group becomes a file name"
-        # Copies from a GPU to pinned memory are queued together, then synchronized once. The memory order stays, since
-        # training waits: reordering channels_last weights takes more than twice as long, and the thread does it.
-        copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
-        copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        groups.setdefault(group, {})[key] = copy
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+        # The memory order stays, since training waits: reordering channels_last weights takes more than twice as long,
+        # and the thread does it.
+        groups.setdefault(group, {})[key] = torch.empty_like(tensor.detach(), device="cpu")
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        group, _, key = name.partition("/")
+        by_device.setdefault(tensor.device, []).append((groups[group][key], tensor.detach()))
+    for device, pairs in by_device.items():
+        if device.type == "cpu":
+            for copy, tensor in pairs:
+                copy.copy_(tensor)
+        else:
+            stage(pairs, torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True))
     return groups
+
+
+def stage(pairs: Sequence[tuple[Tensor, Tensor]], buffer: Tensor) -> None:
+    """Fill host tensors from a device's, (copy, tensor) of equal memory order, through a pinned `buffer` (bytes,).
+
+    torch pins whole powers of two and keeps them: pinned copies would take up to twice the state's memory for good.
+    Small tensors share a wait for the device.
+    """
+    waiting: list[tuple[Tensor, Tensor]] = []
+    used = 0
+
+    def drain() -> None:
+        nonlocal used
+        if waiting:
+            torch.accelerator.current_stream(pairs[0][1].device).synchronize()
+        for part, staged in waiting:
+            part.copy_(staged)
+        waiting.clear()
+        used = 0
+
+    for copy, tensor in pairs:
+        flat, source = _flat(copy), _flat(tensor if tensor.stride() == copy.stride() else tensor.clone())
+        step = len(buffer) // copy.element_size()
+        for part, sent in zip(torch.split(flat, step), torch.split(source, step), strict=True):
+            if used + part.nbytes > len(buffer):
+                drain()
+            staged = buffer[used : used + part.nbytes].view(part.dtype)
+            staged.copy_(sent, non_blocking=True)
+            waiting.append((part, staged))
+            used += -(-part.nbytes // _ALIGNED) * _ALIGNED
+    drain()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps as a view (elements,) of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _write(

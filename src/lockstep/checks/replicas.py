@@ -76,8 +76,8 @@ class ReplicaCheck:
         Raises, on every rank, `ProofError` if bits differ, and `RunError` if all are equal but non-finite.
         """
         device = self._world.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # do not count queued steps as the check's cost
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # do not count queued steps as the check's cost
         begin_s = self._clock()
         tensors = dict(sorted(self._tensors().items()))  # a loaded optimizer's state may be in another order
         copies = self._copies()

@@ -64,10 +64,10 @@ def _check_flags(names: Collection[str], config: RunConfig) -> None:
 def _usable(config: RunConfig) -> RunConfig:
     """Return the config without GPUs that torch cannot use, so that the doctor reports them and continues."""
     parallel = dataclasses.replace(config.parallel, max_restarts=0)  # a rank that fails is a finding, too
-    if parallel.accelerator == "auto" and hardware.gpus(visible_gpus()):
-        import torch  # late, and only where there are GPUs: it takes seconds
+    if parallel.accelerator == "auto" and (gpus := hardware.gpus(visible_gpus())):
+        from ..doctor.gpus import find_obstacle  # late, and only where there are GPUs: torch takes seconds
 
-        if not torch.cuda.is_available():
+        if find_obstacle(gpus):
             parallel = dataclasses.replace(parallel, accelerator="cpu", gpus="")
     return dataclasses.replace(config, parallel=parallel)
 

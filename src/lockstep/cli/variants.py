@@ -22,7 +22,7 @@ from ..config.options import recipes
 from ..config.schema import RunConfig
 from ..errors import RequestError, Stopped
 from ..files import DEFECTS, shown, write_json
-from ..launchers.devices import visible_gpus
+from ..launchers.devices import find, visible_gpus
 from ..record import checks
 from ..record.checks import Check
 from ..runs import folders
@@ -138,7 +138,7 @@ def whole_number(name: str, text: str | None) -> int | None:
 
 def gpus(config: RunConfig) -> int:
     """Return the number of GPUs that the config may use here."""
-    return 0 if config.parallel.accelerator == "cpu" else len(hardware.gpus(visible_gpus()))
+    return find(config.parallel.accelerator)[1]
 
 
 def device_count(config: RunConfig) -> int:

@@ -77,7 +77,7 @@ class Clock:
         if self._on_gpu:
             import torch
 
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return [
             [(label, self._seconds(begin, end)) for (_, begin), (label, end) in itertools.pairwise(marks)]
             for marks in self._steps
@@ -88,7 +88,7 @@ class Clock:
             return time.perf_counter()
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.Event(enable_timing=True)
         event.record()
         return event
 
@@ -122,7 +122,7 @@ class MarkedProgress(Progress):
         self._progress.enter(phase)
 
     phase, step, count = _forwarded("phase"), _forwarded("step"), _forwarded("count")
-    folder, failed = _forwarded("folder"), _forwarded("failed")
+    folder, failed, event = _forwarded("folder"), _forwarded("failed"), _forwarded("event")
 
 
 def mark_exchanges(

@@ -49,7 +49,7 @@ WARM_UP, _WARM_S = 3, 1.0
 _TIMED_S, _FEWEST, _MOST = 1.5, 4, 500  # default duration of timed steps; their least and greatest number
 _UNSYNCHRONISED = 0.5  # steps without exchange, as a share of the timed steps
 _METHOD_OPTIONS = ("exchange_every", "powersgd_rank", "powersgd_start", "shard_size")
-_MATRIX, _MATRIX_S = {"cpu": 1024, "cuda": 8192}, 0.2
+_MATRIX, _MATRIX_S = {True: 8192, False: 1024}, 0.2
 Job = Callable[[RunConfig, "World", Hooks], Any]
 Course = Callable[["Measurement"], Generator[None, Any, None]]
 
@@ -95,7 +95,7 @@ class Measurement(Hooks):
 
     def __init__(self, world: World, course: Course, *, marks_phases: bool = True, draws: str = "") -> None:
         """Advance `course` at the end of each step. The first steps draw by `draws`."""
-        self.clock = Clock(on_gpu=world.device.type == "cuda")
+        self.clock = Clock(on_gpu=world.device.type != "cpu")
         self.progress = MarkedProgress(world.progress, self.clock if marks_phases else None)
         self.world = dataclasses.replace(world, progress=self.progress)
         """The world to give to the job."""
@@ -155,7 +155,7 @@ def _probed(
         session.draw_by_rank()
     yield
     warm_up = measurement.steps
-    exchanges, models, on_gpu = Clock(), [*loop.prepared.models.values()], world.device.type == "cuda"
+    exchanges, models, on_gpu = Clock(), [*loop.prepared.models.values()], world.device.type != "cpu"
     hooks = mark_exchanges(models, exchanges, on_gpu=on_gpu, is_last=lambda: session.is_last)
     with FlopCounterMode(display=False) as counter:
         yield
@@ -328,7 +328,7 @@ def facts_of(prepared: Prepared, method: ParallelConfig) -> dict[str, Any]:
         "every": steps / math.ceil(steps / every) if steps else every,  # ranks exchange at the end of an epoch, too
         "shard_size": method.shard_size,
         "reshards": method.shard_reshard,
-        "on_gpu": prepared.world.device.type == "cuda",
+        "on_gpu": prepared.world.device.type != "cpu",
         "parameters": parameters,
         "buffer_bytes": sum(tensor.nbytes for tensor in (*buffers, *averages)),
     }
@@ -367,11 +367,11 @@ def _matrix_rate(device: torch.device, precision: str) -> float:
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(precision, torch.float32)
-    size, at_once = _MATRIX.get(device.type, _MATRIX["cpu"]), 1 if device.type == "cpu" else 20
+    size, at_once = _MATRIX[device.type != "cpu"], 1 if device.type == "cpu" else 20
     with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
         # No random numbers, which would change the state of the job's generators.
         matrix = torch.arange(size * size, device=device).sin().view(size, size).to(dtype)
-        clock = Clock(on_gpu=device.type == "cuda")
+        clock = Clock(on_gpu=device.type != "cpu")
         while len(clock.step_s) < 2 or sum(clock.step_s[1:]) <= _MATRIX_S:  # the first round is not timed
             for _ in range(at_once):
                 matrix @ matrix

@@ -138,4 +138,4 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == device.type:
         return tensor
     # A copy from pageable memory may wait for all work queued on the GPU; one from pinned memory never does.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor.to(device)

@@ -70,8 +70,8 @@ def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Tr
     """
     mode, device = request.config.on_device, request.world.device
     y = y.to(device, torch.int64)
-    if device.type == "cuda" and mode != "off":
-        x = x.to(device) if mode == "on" or x.nbytes * 4 <= torch.cuda.mem_get_info(device)[0] else x
+    if device.type != "cpu" and mode != "off":
+        x = x.to(device) if mode == "on" or x.nbytes * 4 <= torch.accelerator.get_memory_info(device)[0] else x
 
     def fetch(share: Indices) -> tuple[Tensor, Tensor]:
         host_indices = torch.from_numpy(share)

@@ -118,7 +118,7 @@ class SharedLoader:
         self._options: dict[str, Any] = {
             "begin": loader.worker_init_fn,
             "num_workers": self.workers,
-            "pin_memory": loader.pin_memory and world.device.type == "cuda",
+            "pin_memory": loader.pin_memory and world.device.type != "cpu",
             **{name: getattr(loader, name) for name in ("timeout", "multiprocessing_context", "prefetch_factor")},
         }
         self._feed = Feed(Batches(loader.dataset, loader.collate_fn), stays=loader.persistent_workers, **self._options)

@@ -264,7 +264,7 @@ class Streamed(Source):
         self._samples, self._transform, self._what = len(dataset), transform, f"--data {name}: {split}"
         self._seed, self._purpose = request.seed, _PURPOSE[split]
         reader = Batches(dataset, _together, name=name, split=split, check=check)
-        pins = self._device.type == "cuda"
+        pins = self._device.type != "cpu"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
 
     def __len__(self) -> int:

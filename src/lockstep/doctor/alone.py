@@ -1,4 +1,4 @@
-"""Findings of a single rank: versions, host, GPUs, names, folders."""
+"""Findings of a single rank: versions, host, memory of a GPU, names, folders."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-import torch
 
-from .. import hardware
+from .. import cuda, hardware
 from ..errors import counted, ranks_in_short
 from ..files import unlinked
 from ..launchers import hosts
 from ..record import manifest
 from ..world.topology import Topology
-from .finding import GIB, RED, UNCHECKED, YELLOW, Finding, conclude, shown
+from .finding import GIB, RED, YELLOW, Finding, conclude, shown
 
 _MUST_AGREE = ("lockstep-torch", "torch", "cuda", "NCCL")
 """Ranks with different versions speak different protocols, or compute different bits."""
 _WORKERS_HOLD_BYTES = 16 * 2 * 32 * 3 * 224 * 224
 """Shared memory of a rank: 16 data workers with 2 batches each of 32 images of 224 × 224 bytes."""
+_NCCL_BYTES = 2 * 33_030_528
+"""Shared memory of a rank for NCCL, where GPUs have no peer-to-peer access: a segment for each neighbour in a ring."""
 _MIN_FREE_SHARE = 0.5  # of a GPU's memory: with less, a batch that fits other GPUs does not fit this one
 _CHECKPOINT_BYTES = 25_557_032 * 2 * 4  # a ResNet-50 in float32 with the momentum of each weight
 _ROOMY_BYTES = 10 * GIB
@@ -33,8 +34,7 @@ _APPEARS_S = 2.0  # for a file to appear on another host; network disks cache mi
 
 def versions(driver: str) -> dict[str, str | None]:
     """Return the version of each part here; `driver` is NVIDIA's."""
-    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    return manifest.versions() | {"NCCL": ".".join(map(str, nccl)) or None, "driver": driver or None}
+    return manifest.versions() | {"NCCL": ".".join(map(str, cuda.nccl_version())) or None, "driver": driver or None}
 
 
 def judge_versions(by_rank: Sequence[Mapping[str, str | None]]) -> Iterator[Finding]:
@@ -64,9 +64,12 @@ def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
 
     with contextlib.suppress(FileNotFoundError):  # some systems have no /dev/shm
         free_bytes, need = _free_bytes(Path("/dev/shm")), _WORKERS_HOLD_BYTES * ranks
+        users = f"data workers of {counted(ranks, 'rank')}"
+        if not on_cpu and ranks > 1:
+            need, users = need + _NCCL_BYTES * ranks, f"{users} and NCCL"
         words, fix = f"{shown(free_bytes, 'bytes')} free in /dev/shm", ""
         if free_bytes < need:
-            words += f"; data workers of {counted(ranks, 'rank')} need {shown(need, 'bytes')}, or die with a bus error"
+            words += f"; {users} need {shown(need, 'bytes')}, or die with a bus error"
             fix = f"docker run --ipc=host (or --shm-size={1 + 2 * need // GIB}g), or --workers 0"
         yield conclude("host", "shared memory", words, fix, value=free_bytes, unit="bytes")
 
@@ -78,25 +81,10 @@ def host(topology: Topology, on_cpu: bool) -> Iterator[Finding]:
     yield conclude("host", "open files", words, fix, value=soft)
 
 
-def usable_gpus(gpus: int, *, chosen_cpu: bool) -> Iterator[Finding]:
-    """Yield whether torch can use the GPUs, unless the CPU was chosen."""
-    if trouble := hardware.driver_trouble():
-        words = f"the NVIDIA driver does not answer: {trouble}"
-        yield conclude("devices", "driver", words, "run nvidia-smi; load the driver, or reboot")
-    if not gpus or chosen_cpu:
-        words = f"{gpus} here, not used, because of --accelerator cpu" if gpus else "none: ranks compute on the CPU"
-        yield Finding("devices", "GPUs", UNCHECKED, words)
-    elif not torch.cuda.is_available():
-        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-        words = f"the driver shows {gpus}, but torch {torch.__version__}, {build}, cannot use them"
-        fix = "install a torch that fits the driver (pytorch.org), or a newer driver; or take --accelerator cpu"
-        yield conclude("devices", "GPUs", words, fix, bad=RED)
-
-
 def judge_gpu(index: int, gpu: hardware.Gpu) -> Finding:
     """Return a finding on a GPU and its free memory."""
-    memory = hardware.query_nvml("nvmlDeviceGetMemoryInfo", hardware.nvml_handle(gpu.uuid))
-    free_bytes = gpu.memory_bytes if memory is None else int(memory.free)
+    state = hardware.query_nvml("nvmlDeviceGetMemoryInfo", hardware.nvml_handle(gpu.uuid))
+    free_bytes = gpu.memory_bytes if state is None else int(state.free)
     words, fix = f"{gpu.name}, {shown(gpu.memory_bytes, 'bytes')}, {shown(free_bytes, 'bytes')} free", ""
     if free_bytes < _MIN_FREE_SHARE * gpu.memory_bytes:
         words += ": another program holds most of its memory"

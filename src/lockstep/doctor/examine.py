@@ -80,7 +80,7 @@ class Examination:
     ) -> None:
         """Extend `findings`, and replace `names` by the ranks' host names."""
         from .._torch import PrefixStore
-        from . import alone, together
+        from . import alone, gpus, together
 
         seen, interface, is_cpu = hardware.survey(visible_gpus()), rank.bound(), device.type == "cpu"
         addresses = hosts.interfaces().get(interface) or hosts.own_addresses(topology.address or hosts.ANYWHERE)
@@ -93,10 +93,10 @@ class Examination:
             indices = chosen if parallel.drives_all else [device.index]
             probes.append(("devices", "GPUs", lambda: [alone.judge_gpu(index, seen.gpus[index]) for index in indices]))
         if topology.local_rank == 0:
-            gpus, by_name = len(seen.gpus), topology.nodes > 1 and not interface
+            by_name = topology.nodes > 1 and not interface
             probes += [
                 ("host", "host", lambda: alone.host(topology, is_cpu)),
-                ("devices", "GPUs", lambda: alone.usable_gpus(gpus, chosen_cpu=self.chosen_cpu)),
+                ("devices", "GPUs", lambda: gpus.usable(seen.gpus, chosen_cpu=self.chosen_cpu)),
                 ("network", "interface", lambda: alone.network(address, by_name=by_name)),
                 ("disk", "data", lambda: alone.data(self.data) if self.data else ()),
             ]

@@ -40,12 +40,12 @@ _AT_ONCE, _MOST_PAIRS = 32, 4
 
 _SIZES = {
     "cpu": {512: 100, 64 * KIB: 30, MIB: 9, 16 * MIB: 5, 64 * MIB: 3},
-    "cuda": {512: 50, MIB: 20, 16 * MIB: 10, 128 * MIB: 7, 512 * MIB: 5},
+    "accelerator": {512: 50, MIB: 20, 16 * MIB: 10, 128 * MIB: 7, 512 * MIB: 5},
 }
 """{bytes: runs}. The result is the mean: in training, too, messages that wake a rank late count."""
 _GATHERED_BYTES, _GATHERS = 512, 100
 """Bytes per rank, as for BatchNorm's statistics of some channels, and the number of runs."""
-_BESIDE = {"cpu": (MIB, 256), "cuda": (16 * MIB, 2048)}
+_BESIDE = {"cpu": (MIB, 256), "accelerator": (16 * MIB, 2048)}
 """(bytes of an all-reduce, width of the square matrices multiplied meanwhile)."""
 _BESIDE_RUNS = 7
 _MOST_S = 1.0  # for all runs of one size; a size whose single run takes longer ends the table
@@ -138,14 +138,14 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
     limit_s, group = board.patience_s, PrefixStore("group", store)
 
     def work() -> dict[str, Any]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # the current device is per thread
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)  # the current device is per thread
         # torch's limit, which on a GPU ends the process, must come after ours.
         worlds.append(world := World.join(topology, device, group, timeout_s=2 * limit_s, collectives=collectives))
         way = f"by gloo: {world.shared_memory_reason}" if world.memory is None else "through shared memory"
         few = torch.zeros(_GATHERED_BYTES, dtype=torch.uint8, device=device)
         return {  # collectives, in the same order on each rank
-            "way": "by NCCL" if device.type == "cuda" else way,
+            "way": way if device.type == "cpu" else f"by {dist.get_default_backend_for_device(device).upper()}",
             "rows": _measure(world),
             "gather_s": _slowest_s(world, lambda: world.stack(few), _GATHERS),
             "beside": _beside(world),
@@ -162,10 +162,14 @@ def compute(topology: Topology, device: torch.device, store: Store, board: Board
     return results
 
 
+def _kind(world: World) -> str:
+    return "cpu" if world.device.type == "cpu" else "accelerator"
+
+
 def _measure(world: World) -> list[tuple[int, float]]:
     """Return (bytes, slowest rank's mean s of an all-reduce) by size (*collective*)."""
     measured: list[tuple[int, float]] = []
-    for size_bytes, runs in _SIZES[world.device.type].items():
+    for size_bytes, runs in _SIZES[_kind(world)].items():
         if size_bytes > MIB:
             runs = min(runs, int(_MOST_S / (measured[-1][1] * size_bytes / measured[-1][0])))
         if not runs:
@@ -184,7 +188,7 @@ def _beside(world: World) -> float | None:
     """
     if world.device.type == "cpu" and world.memory is not None:
         return None
-    size_bytes, width = _BESIDE[world.device.type]
+    size_bytes, width = _BESIDE[_kind(world)]
     tensor = torch.zeros(size_bytes // 4, device=world.device)
     matrix = torch.zeros(width, width, device=world.device)
 
@@ -225,8 +229,8 @@ def _slowest_s(world: World, work: Callable[[], object], runs: int) -> float:
     for _ in range(runs):
         since_s = time.perf_counter()
         work()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize(world.device)
         times.append(time.perf_counter() - since_s)
     return float(world.max(torch.tensor(fmean(times), device=world.device)))
 

@@ -175,6 +175,10 @@ def _choices(config: RunConfig, strategy: str, data: _Data, model: Code, *, slur
         ranks = max(1, parallel.world_size or parallel.devices or 1) if has_ranks else 1
         accumulate = -(-batch.size // (batch.micro_batch * ranks))
     by_hand = has_ranks and parallel.has_rendezvous_url and not slurm
+    if parallel.accelerator not in ("auto", "cpu", "cuda"):
+        raise RequestError(
+            f"--accelerator {parallel.accelerator}: an ejected file computes on CUDA's GPUs or on a CPU; leave it out."
+        )
     on_cpu = parallel.accelerator == "cpu"
     with torch.device("meta"):
         built = table.build_for(config.model.name, classes=config.model.classes or data.classes, shape=data.shape)

@@ -30,7 +30,7 @@ from .compress import CompressedSum
 from .powersgd import LowRankSum, PowerSGD
 from .ranks import Ranks
 
-_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
+_BUCKET_BYTES = {"cpu": 4 << 20, "accelerator": 25 << 20}
 """On a network of 1 Gbit/s, a step with buckets of 4 MiB took three quarters of one with 25 MiB; NCCL needs more to be
 busy."""
 
@@ -59,7 +59,7 @@ class AllReduce(Ranks):
         if self._low_rank is not None:
             self.settings = self._low_rank.settings
         self._overlap = overlap
-        self._bucket_bytes = _BUCKET_BYTES[world.device.type if world.device.type == "cuda" else "cpu"]
+        self._bucket_bytes = _BUCKET_BYTES["cpu" if world.device.type == "cpu" else "accelerator"]
         self._trained = b""  # which parameters the buckets cover
         self._sparse: dict[int, nn.Parameter] = {}
         self._buckets: list[Bucket] = []
@@ -68,6 +68,9 @@ class AllReduce(Ranks):
         self._layouts: dict[bytes, tuple[Any, Any, Any]] = {}  # those three, by which parameters train
         # State of the current backward pass:
         self._pass: Pass | None = None
+        self._clear: Callable[[Tensor], None] | None = (
+            None  # for whole buckets, if they have this pass's gradients alone
+        )
         self._works: dict[int, dist.Work | CompressedSum | LowRankSum | None] = {}  # by bucket, once it has left
         self._queue: list[int] = []  # buckets that leave early, in order
         self._missing: list[int] = []  # gradients that each bucket waits for; below 0: it leaves after the pass
@@ -98,6 +101,7 @@ class AllReduce(Ranks):
             if plan is not None and self._overlap:
                 self._queue, self._missing = list(plan.early), [count or -1 for count in plan.counts]
         self._pass = backward_pass
+        self._clear = backward_pass.clear_ if backward_pass.is_last and not any(part.present) else None
         try:
             with self._user_hooks.removed(self.parameters, self._hooks) as part.hooks:
                 backward_pass.run()
@@ -154,7 +158,8 @@ class AllReduce(Ranks):
             return
         part = backward_pass.part
         self._counts[index] += 1
-        backward_pass.clear_(gradient)
+        if self._clear is None or index in self._sparse:
+            backward_pass.clear_(gradient)
         if index in self._sparse:
             total = part.sparse.get(index)
             part.sparse[index] = gradient if total is None else total + gradient
@@ -188,6 +193,8 @@ class AllReduce(Ranks):
             if not part.present[index]:
                 bucket.view(flat, number).zero_()
                 flags[number] = 0
+        if self._clear is not None:
+            self._clear(flat[: bucket.elements])
         self._works[position] = None
         if self._memory is not None:
             self._memory.sum_(flat)

@@ -173,14 +173,14 @@ class GlobalBatch:
     def _divisor(self, weights: Tensor, expected: float | None) -> Tensor | None:
         """Return the remaining divisor of the sums (0-dim), or None for 1. `weights` (ranks,) are in rank order."""
         total = weights.sum()
-        if not total.is_cuda and not total > 0:
+        if total.is_cpu and not total > 0:
             raise RequestError(
                 f"session.backward was given weights that sum to {total.item():g} over the global batch: a mean needs "
                 "a positive sum of weights; leave such a batch out of the data."
             )
         if expected is None:
             return total
-        return None if not total.is_cuda and total.item() == expected else total / expected
+        return None if total.is_cpu and total.item() == expected else total / expected
 
 
 @torch.no_grad()

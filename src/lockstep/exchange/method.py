@@ -46,9 +46,9 @@ def build(config: ParallelConfig, world: World) -> Method:
     devices: tuple[torch.device, ...] = (world.device,)
     if kind.drives_all:
         devices *= config.devices or 1  # a CPU's threads
-        if world.device.type == "cuda":
-            indices = config.gpu_indices or range(config.devices or torch.cuda.device_count() or 1)
-            devices = tuple(torch.device("cuda", index) for index in indices)
+        if world.device.type != "cpu":
+            indices = config.gpu_indices or range(config.devices or torch.accelerator.device_count() or 1)
+            devices = tuple(torch.device(world.device.type, index) for index in indices)
     return Method(name, devices, exchange_of(world, config))
 
 

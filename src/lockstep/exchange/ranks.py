@@ -32,7 +32,7 @@ class Ranks(Exchange):
         if not backward_pass.is_last:
             return super().backward(backward_pass)
         receive = self._start_header(self._header(backward_pass), backward_pass.weight)
-        if self.checks_first and self.world.device.type != "cuda":
+        if self.checks_first and self.world.device.type == "cpu":
             self._check(receive(), is_read=True)
         super().backward(backward_pass)
         with self.world.progress.during("all-gather"):
@@ -87,7 +87,7 @@ class Ranks(Exchange):
     def _check(self, rows: Tensor, *, is_read: bool) -> None:
         """Raise `RunError` for ranks with different headers. On a GPU the host waits only if `is_read`."""
         kinds = rows[:, :3]
-        if kinds.is_cuda:
+        if not kinds.is_cpu:
             differs = (kinds != kinds[0]).any()
             self._doubt = differs if self._doubt is None else self._doubt | differs
             if not is_read:

@@ -1,15 +1,25 @@
-"""The GPUs of each process of a node. No torch."""
+"""The accelerators of each process of a node.
+
+NVML shows NVIDIA's GPUs without torch. torch counts other accelerators: it is imported where this machine has the
+device file of one, or for a flag that names one.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from .. import hardware
 from ..config.schema import ParallelConfig
+from ..errors import RequestError
+from .stores import import_torch
 
 Gpu = TypeVar("Gpu")
+_FILES = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0")
+"""Device files of AMD's and Intel's GPUs, and of Ascend's NPUs."""
 
 
 def visible_gpus() -> str | None:
@@ -22,17 +32,46 @@ def visible(env: Mapping[str, str]) -> tuple[hardware.Gpu, ...]:
     return hardware.gpus(env.get("CUDA_VISIBLE_DEVICES"))
 
 
+def find(name: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return the accelerator for `name`, as of --accelerator, and the number of its devices that this process may use.
+
+    (cpu, 0) if `auto` finds none. Raises `RequestError` for a named accelerator that torch has no code for.
+    """
+    if name == "cpu":
+        return "cpu", 0
+    if name in ("auto", "cuda") and (gpus := visible(env)):
+        return "cuda", len(gpus)
+    may_have = sys.platform == "darwin" or any(Path(file).exists() for file in _FILES)
+    if not may_have and name in ("auto", "cuda"):
+        return ("cpu" if name == "auto" else name), 0
+    import_torch()
+    import torch
+
+    built, present = (torch.accelerator.current_accelerator(check_available=check) for check in (False, True))
+    if name not in ("auto", "cuda") and (built is None or built.type != name):
+        has = f"for {built.type}" if built else "for the CPU alone"
+        raise RequestError(
+            f"--accelerator {name}: torch {torch.__version__} was built {has}; install a build of torch for {name}, or "
+            "take --accelerator auto."
+        )
+    if present is None or (name == "cuda" and present.type != name):
+        return ("cpu" if name == "auto" else name), 0
+    return present.type, torch.accelerator.device_count()
+
+
 def gpu_ids(parallel: ParallelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this process may use, by local rank; () on the CPU."""
-    if parallel.accelerator != "cuda":
+    """Return names of the devices that this process may use, by local rank: UUIDs of GPUs; () on the CPU."""
+    if parallel.accelerator == "cpu":
         return ()
-    gpus = visible(env)
-    return tuple(gpus[index].uuid for index in _chosen(parallel, len(gpus)))
+    gpus = visible(env) if parallel.accelerator == "cuda" else ()
+    count = find(parallel.accelerator, env)[1]
+    ids = [gpu.uuid for gpu in gpus] or [f"{parallel.accelerator}:{index}" for index in range(count)]
+    return tuple(ids[index] for index in _chosen(parallel, len(ids)))
 
 
 def gpu_index(parallel: ParallelConfig, env: Mapping[str, str], local_rank: int) -> int:
     """Return the index of a local rank's first GPU, among the GPUs visible to its process."""
-    return of_rank(_chosen(parallel, len(visible(env))), local_rank, drives_all=parallel.drives_all)[0]
+    return of_rank(_chosen(parallel, find(parallel.accelerator, env)[1]), local_rank, drives_all=parallel.drives_all)[0]
 
 
 def of_rank(gpus: Sequence[Gpu], local_rank: int, *, drives_all: bool) -> Sequence[Gpu]:

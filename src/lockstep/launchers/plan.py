@@ -1,4 +1,4 @@
-"""The launch plan: launcher, strategy and processes, resolved once from config and environment. No torch.
+"""The launch plan: launcher, strategy and processes, resolved once from config and environment.
 
 `auto` asks in this order: do flags set the rendezvous (manual)? Has a program started the ranks (environment)? Are lost
 ranks restarted, or do nodes meet (elastic)? Are several processes needed (spawn)? Otherwise it is inline.
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config.registry import KINDS, LAUNCHERS, resolved, with_ranks, with_several
+from ..config.registry import KINDS, LAUNCHERS, per_device, resolved, with_ranks, with_several
 from ..config.schema import ParallelConfig, RunConfig
 from ..errors import RequestError, counted
-from .devices import visible
+from .devices import find
 from .environments import check_started, of_array, started_ranks, starter, variables
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ def _resolved(parallel: ParallelConfig, ranks: int, env: Mapping[str, str]) -> P
             f"--exchange {parallel.exchange}: --strategy {strategy} is one process, whose replicas send nothing; "
             f"take --strategy {with_ranks()}, or leave --exchange out."
         )
+    if kind.drives_all and parallel.accelerator not in ("cpu", "cuda"):
+        raise RequestError(
+            f"--strategy {strategy} drives several GPUs of CUDA, or threads, by one process, and the accelerator is "
+            f"{parallel.accelerator}; take --strategy {per_device()}."
+        )
     if kind.process_per_device:
         return parallel
     requested = parallel.devices or len(parallel.gpu_indices)
@@ -107,26 +112,27 @@ def _resolved(parallel: ParallelConfig, ranks: int, env: Mapping[str, str]) -> P
 
 
 def _accelerator(parallel: ParallelConfig, env: Mapping[str, str]) -> str:
-    """Return cuda or cpu. Raises `RequestError` for GPUs that do not exist."""
+    """Return the accelerator's name, or cpu. Raises `RequestError` for devices that do not exist."""
     if parallel.accelerator == "cpu":
         return "cpu"
-    gpus = len(visible(env))
-    shown = f"this machine shows {counted(gpus, 'GPU') if gpus else 'no GPU'}"
+    name, gpus = find(parallel.accelerator, env)
+    kind = "NPU" if name == "npu" else "GPU"
+    shown = f"this machine shows {counted(gpus, kind) if gpus else f'no {kind}'}"
     if missing := [index for index in parallel.gpu_indices if index >= gpus]:
         instead = "counted from 0" if gpus else f"take --devices {len(parallel.gpu_indices)} --accelerator cpu"
-        raise RequestError(f"--gpus {parallel.gpus}: there is no GPU {missing[0]}; {shown}; {instead}.")
+        raise RequestError(f"--gpus {parallel.gpus}: there is no {kind} {missing[0]}; {shown}; {instead}.")
     if parallel.accelerator == "auto" and not gpus:
         return "cpu"
     if (parallel.devices or 1) > gpus:
-        flag = f"--devices {parallel.devices}" if gpus else "--accelerator cuda"
-        raise RequestError(f"{flag}: {shown}; see nvidia-smi and CUDA_VISIBLE_DEVICES, or take --accelerator cpu.")
-    return "cuda"
+        flag = f"--devices {parallel.devices}" if gpus else f"--accelerator {name}"
+        hint = "see nvidia-smi and CUDA_VISIBLE_DEVICES, or " if name == "cuda" else ""
+        raise RequestError(f"{flag}: {shown}; {hint}take --accelerator cpu.")
+    return name
 
 
 def _devices(parallel: ParallelConfig, env: Mapping[str, str]) -> int:
     """Return this node's device count: --devices, --gpus, all GPUs, or 1 (CPU)."""
-    default = len(visible(env)) if parallel.accelerator == "cuda" else 1
-    return parallel.devices or len(parallel.gpu_indices) or default
+    return parallel.devices or len(parallel.gpu_indices) or find(parallel.accelerator, env)[1] or 1
 
 
 def _auto(parallel: ParallelConfig, processes: int, env: Mapping[str, str]) -> str:

@@ -228,28 +228,38 @@ def take_device(config: RunConfig, env: Mapping[str, str], topology: Topology, *
     """
     import torch
 
+    from .. import cuda
+
     # The number of threads decides the order of sums on a CPU. torchrun sets OMP_NUM_THREADS=1, other launchers do not
     # set it: lockstep sets the same number under each, so that the same world gives the same bits. For a lone process
     # the variable is the user's.
     if topology.size > 1 or "OMP_NUM_THREADS" not in env:
         torch.set_num_threads(max(1, hardware.cpus() // sharing))
     hardware.keep_freed_memory(env)
-    if config.parallel.accelerator != "cuda":
+    name = config.parallel.accelerator
+    if name == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != name:
         raise RequestError(
             f"The driver shows GPUs, but torch {torch.__version__} cannot use them; take --accelerator cpu, or install "
             "a CUDA build of torch that fits the driver."
         )
-    device = torch.device("cuda", gpu_index(config.parallel, env, topology.local_rank))
-    torch.cuda.set_device(device)
+    device = torch.device(name, gpu_index(config.parallel, env, topology.local_rank))
+    torch.accelerator.set_device_index(device)
+    if architecture := cuda.lacking(device):
+        raise RequestError(
+            f"{device} has the architecture {architecture}, for which torch {torch.__version__} has no code; install a "
+            "build of torch for it, or take --accelerator cpu."
+        )
     return device
 
 
 def variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables to set for torch in a rank."""
     # With torch 2.15's new backend for NCCL, the backward pass waits for each of DDP's exchanges.
-    values = unset({"TORCH_DIST_USE_NCCL2": "0"})
+    # NVML counts GPUs by their place in the machine; CUDA would put the fastest first.
+    values = unset({"TORCH_DIST_USE_NCCL2": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     if config.precision.deterministic:
         # cuBLAS reads its variable at its first use; without it some of its algorithms differ from run to run. So do
         # sums in switches (NVLS), which torch excludes only if the setting precedes the process group.

@@ -90,7 +90,10 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
     require(gpus <= tasks or kind.drives_all, f"{with_gpus}: that uses one device; take another strategy.")
     on_cpu = f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."
     require(not gpus or accelerator != "cpu", on_cpu)
-    require(bool(gpus) or accelerator != "cuda", "--accelerator cuda: add --gpus-per-node N, or the job has no GPU.")
+    require(
+        bool(gpus) or accelerator in ("auto", "cpu"),
+        f"--accelerator {accelerator}: add --gpus-per-node N, or the job has no GPU.",
+    )
     require(
         devices is None or not (kind.process_per_device or (gpus and devices != gpus)),
         f"--devices {devices}: on Slurm that is --gpus-per-node {devices}, or --ntasks-per-node {devices} on CPUs.",
@@ -100,7 +103,13 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
     flags += ["--nodes", f"{nodes}"] if nodes > 1 else []
     flags += ["--devices", f"{task_devices}"] if task_devices else []
     # So that the run is refused on a node without a working driver, and does not train on the CPU.
-    flags += ["--accelerator", "cuda"] if gpus else ["--accelerator", "cpu"] if accelerator == "cpu" else []
+    flags += (
+        ["--accelerator", "cuda" if accelerator == "auto" else accelerator]
+        if gpus
+        else ["--accelerator", "cpu"]
+        if accelerator == "cpu"
+        else []
+    )
     options = {**options, "--nodes": f"{nodes}", "--ntasks-per-node": f"{tasks}"}
     return Job(options, sbatch, strategy, nodes * tasks, task_devices or 1, flags)
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.connection
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
+from ..files import read
 from ..monitor import tracebacks
 from ..monitor.failures import Failure, first_cause, resume_hint
+from ..monitor.notes import FOLDER
 from ..monitor.output import say
 from ..monitor.signals import KILLED, OUTSIDE, Interrupts
+from ..printable import visible
 from ..world.topology import Topology
 from . import stores
 from .plan import Entry, LaunchPlan
@@ -37,6 +42,7 @@ _GUARD = (
     "Each rank imports the script that starts the ranks, and would start them again; put that script's start under "
     '`if __name__ == "__main__":`.'
 )
+_DEVICE_ERROR = re.compile(rb"(CUDA|HIP) error: [^\n]*")  # as torch writes it, also for an assertion in a kernel
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 FINAL = {RequestError.__name__, ProofError.__name__}
@@ -64,6 +70,7 @@ class Supervisor:
 
     def __init__(self, config: RunConfig) -> None:
         self._parallel, self._resume_hint = config.parallel, resume_hint(config)
+        self._sizes: dict[int, int] = {}  # of the ranks' outputs, which earlier starts have begun
         self._restarts = 0
         self._interrupts = Interrupts(self._pass_on)
         self._workers: list[Worker] = []
@@ -82,6 +89,7 @@ class Supervisor:
         """
         with self._interrupts, guard() as add:
             try:
+                self._sizes = {place.rank: len(self._written(place.rank)) for place in places}
                 for place in places:
                     self._workers.append(worker := start(place, payload, endpoint, dict(self.notes)))
                     add(worker)
@@ -172,8 +180,20 @@ class Supervisor:
             end += " (out of memory?)"
         elif -code in _CRASHES:
             end += f" (if it trained, its stacks are in the run's output/rank_{number}.txt)"
-        is_echo = self._parallel.accelerator == "cuda" and code == -signal.SIGABRT  # as NCCL ends a rank left alone
+        is_echo = self._parallel.accelerator != "cpu" and code == -signal.SIGABRT
+        if is_echo:
+            # NCCL's thread aborts a rank left alone, but also one whose kernel has failed. Rank 0's C code writes to
+            # the console: its failure is reported if it is the first.
+            errors = [*_DEVICE_ERROR.finditer(self._written(number)[self._sizes.get(number, 0) :])]
+            if errors:
+                is_echo, end = False, f"{end}: {visible(errors[-1][0].decode(errors='replace'))}"
         return Failure(number, "", f"Rank {number} {end}; {self._resume_hint}.", "", is_echo=is_echo)
+
+    def _written(self, number: int) -> bytes:
+        """Return a rank's output so far, also of earlier starts; b"" without a folder."""
+        with contextlib.suppress(OSError, KeyError):
+            return read(Path(self.notes[FOLDER]) / "output" / f"rank_{number}.txt")
+        return b""
 
     def _pass_on(self, number: int) -> None:
         for worker in self._workers:

@@ -32,20 +32,21 @@ _LOCKSTEP = Path(__file__).parents[1]
 _RUNNERS = (f"{_LOCKSTEP}/", runpy.__file__, "<frozen runpy>")
 """Frames that may come before the first one of a script, or of a function of the user's."""
 _EXCHANGES = tuple(
-    str(_LOCKSTEP / name) for name in ("monitor/", "nn/", "sessions/", "training/gradients.py", "world/")
+    str(_LOCKSTEP / name) for name in ("exchange/", "monitor/", "nn/", "sessions/", "training/draw", "world/")
 )
 """Frames that exchange for their caller, whose line is reported instead."""
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
-# Classes by name: this module runs where torch is not imported. gloo raises plain RuntimeErrors, whose text begins with
-# a place in its own sources.
+# Classes by name: this module runs where torch is not imported. gloo and NCCL also raise plain RuntimeErrors: gloo's
+# text begins with a place in its own sources, NCCL's has its name.
 _NETWORK_CLASSES = frozenset({"DistNetworkError", "DistBackendError", "DistStoreError", "PeerLostError"})
-_GLOO = re.compile(r"\bgloo/\S+:\d+\]")
+_LIBRARY_TEXT = re.compile(r"\bgloo/\S+:\d+\]|NCCL")
 _LOST = re.compile(
     r"Connection (was likely )?(closed|reset|refused)( by peer)?|Broken pipe|Socket closed|[Tt]imed out|"
     r"Socket Timeout|Connect timeout|wait timeout|remote process exited|network error|NCCL communicator was aborted|"
     r"(after|waiting|ran for) \d+ ?(ms|milliseconds)"
 )
+_NO_DETERMINISM = re.compile(r"^(\S.*?) does not have a deterministic implementation, but you set")
 _ADDRESS = re.compile(r"\[(?P<host>[\w.:]+)\]:\d+")
 _WORKER_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in ', re.MULTILINE)
 
@@ -98,9 +99,15 @@ def describe(error: BaseException, rank: int, hint: str = _RESUME) -> Failure:
         reason = (match[0] if match else "") + (f" at {peer['host']}" if peer else "")
         event = f"lost another rank while it waited for it in a collective ({reason}): see that rank's own message"
         return Failure(rank, kind, f"Rank {rank} {event}; {hint}.", trace, is_echo=True)
+    if operation := _NO_DETERMINISM.search(text := _words(error)):
+        reason = (
+            f"{operation[1]} has no deterministic implementation on this device, and deterministic algorithms are "
+            "required; leave --deterministic (deterministic=True) out, or use another operation"
+        )
+        return Failure(rank, RequestError.__name__, f"Rank {rank} failed{place(error)}: {reason}.", trace)
     notes = "".join(f" ({_short(note)})" for note in getattr(error, "__notes__", ()))
     # torch raises for a dead data worker at the line that the rank happens to be in.
-    line = "" if "DataLoader worker (pid" in _words(error) else place(error)
+    line = "" if "DataLoader worker (pid" in text else place(error)
     return Failure(rank, kind, f"Rank {rank} failed{line}: {one_line(error)}{notes}", trace)
 
 
@@ -155,7 +162,7 @@ def is_echo(error: BaseException) -> bool:
     Other errors of the same libraries, such as mismatched collectives, are causes.
     """
     text = _first_words(error)
-    from_network = type(error).__name__ in _NETWORK_CLASSES or bool(_GLOO.search(text))
+    from_network = type(error).__name__ in _NETWORK_CLASSES or bool(_LIBRARY_TEXT.search(text))
     return isinstance(error, RuntimeError) and from_network and bool(_LOST.search(text))
 
 

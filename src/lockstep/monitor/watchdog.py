@@ -6,7 +6,8 @@
 A rank that has entered no new phase for --stall-timeout writes such a sentence to the store, and all ranks end with it.
 All ranks enter the same phases in the same order: the one that hangs has entered the fewest. The heartbeats of a rank
 that has died, was stopped or is cut off no longer rise. There is no stall while all live and one prepares or compiles,
-nor on a lone rank that computes. The rank that serves the store ends last.
+or this rank runs the user's code, nor on a lone rank that computes. On an accelerator, the user's code may wait for the
+device, and that for another rank: an event shows it. The rank that serves the store ends last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from . import tracebacks
 from .failures import Failure, is_machinery
 from .heartbeat import Beat, Heartbeats
 from .keys import Keys
-from .progress import SETUP, Progress
+from .progress import EXCHANGES, SETUP, Progress
 
 MISSED_BEATS = 3
 """Beats that a live rank may miss."""
@@ -143,12 +144,10 @@ class Watchdog:
 
     def _may_last(self, seen: dict[int, Beat]) -> bool:
         phase = seen[self._rank].phase
-        if not phase:
-            return True
         if len(seen) == 1:
             return phase not in _WAITS_ALONE
         all_live = all(beat.silent_s <= self._late_s for beat in seen.values())
-        return all_live and any(beat.phase in _MAY_LAST for beat in seen.values())
+        return all_live and (not phase or any(beat.phase in _MAY_LAST for beat in seen.values()))
 
     def _beat(self) -> Beat:
         from .._torch import COMPILERS  # late: it imports torch, which this process has loaded, and its parent not
@@ -160,6 +159,8 @@ class Watchdog:
             phase = _COMPILATION
         elif phase in ("", SETUP) and "torch.distributed.distributed_c10d" in names:
             phase = _COLLECTIVE
+        elif not phase and self._idle_s > self._stall_s / 4 and progress.device_waits():
+            phase = EXCHANGES[0]
         elif phase == "eval" and "torch.utils.data.dataloader" in names:
             phase = "data"
         frame = next((frame for frame in main if not is_machinery(frame.f_code.co_filename)), None)

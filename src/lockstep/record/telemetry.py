@@ -1,6 +1,6 @@
 """Measure step times, processor load and memory of this rank.
 
-No measurement waits for the device: CUDA events time the steps on a GPU, and are read together with the loss.
+No measurement waits for the device: its events time the steps, and are read together with the loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-from .. import hardware
+from .. import cuda, hardware
 
 SAMPLED = (
     *("process_cpu_percent", "host_cpu_percent", "host_memory_bytes"),
@@ -28,7 +28,7 @@ class StepClock:
     """Seconds of each optimizer step, by the GPU's events or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = device if device.type == "cuda" else None
+        self._gpu = device if device.type != "cpu" else None
         self._all_s = array("d")  # a million steps are 8 MB
         self._spans: list[tuple[Any, Any]] = []
         self.start()
@@ -45,8 +45,8 @@ class StepClock:
     def _now(self) -> Any:
         if self._gpu is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._gpu))
+        event = torch.Event(self._gpu, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._gpu))
         return event
 
     def flush(self) -> list[float]:
@@ -68,12 +68,12 @@ class Telemetry:
     """Samples this process and its devices; call `sample` once a log interval."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._gpus = [device for device in devices if device.type not in ("cpu", "mps")]  # MPS has the host's memory
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call only sets the start of the next measurement
         psutil.cpu_percent()
         # By UUID: the driver's indices ignore CUDA_VISIBLE_DEVICES.
-        uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in self._gpus]
+        uuids = [cuda.uuid(device) for device in self._gpus if device.type == "cuda"]
         self.handles: list[Any] = [handle for uuid in uuids if (handle := hardware.nvml_handle(uuid)) is not None]
 
     def sample(self) -> dict[str, float | int]:
@@ -88,7 +88,7 @@ class Telemetry:
             "host_memory_bytes": self._process.memory_info().rss,
         }
         if self._gpus:
-            values["device_memory_bytes"] = sum(map(torch.cuda.memory_allocated, self._gpus))
+            values["device_memory_bytes"] = sum(map(torch.accelerator.memory_allocated, self._gpus))
         if used := [use for handle in self.handles if (use := hardware.in_use(handle)) is not None]:
             percents, used_bytes = zip(*used, strict=True)
             values |= {"device_percent": sum(percents) / len(used), "device_used_bytes": sum(used_bytes)}
@@ -101,4 +101,7 @@ class Telemetry:
             for line in Path("/proc/self/status").read_text().splitlines():
                 if line.startswith("VmHWM:"):  # not Linux's ru_maxrss: a child starts with its parent's
                     host = max(int(line.split()[1]) * 1024, host)
-        return {"host": host, "device": sum(map(torch.cuda.max_memory_allocated, self._gpus)) if self._gpus else None}
+        return {
+            "host": host,
+            "device": sum(map(torch.accelerator.max_memory_allocated, self._gpus)) if self._gpus else None,
+        }

@@ -105,10 +105,9 @@ class Meter:
         losses.sum().item()  # waits until the device has done all timed work
         now_s = time.perf_counter()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
-        hits, samples_seen = _count_hits(pending.last)
         proposal = min(self._log_every, max(1, round(_INTERVAL_S * steps / elapsed_s)))
-        numbers = [hits, samples_seen, float(stop), float(proposal)]
-        extras = torch.tensor(numbers, dtype=torch.float64, device=losses.device)
+        extras = torch.tensor([float(stop), float(proposal)], dtype=torch.float64).to(losses.device, non_blocking=True)
+        extras = torch.cat([_count_hits(pending.last, losses.device), extras])
         values = [value.to(losses.device, torch.float64) for _, _, value, _ in pending.values]
         message = torch.cat([losses, extras, *([torch.stack(values)] if values else [])])
         by_rank: list[list[float]] = self._world.stack(message).tolist()
@@ -169,9 +168,10 @@ class Meter:
         return self.telemetry.sample()
 
 
-def _count_hits(last: tuple[Tensor, Tensor] | None) -> tuple[float, float]:
-    """Return the numbers of correct predictions and of samples in (logits (n, classes), labels (n,))."""
-    if last is None or last[0].ndim != 2:
-        return 0.0, 0.0
-    logits, y = last
-    return float((logits.argmax(dim=1) == y).sum()), float(len(y))
+def _count_hits(last: tuple[Tensor, Tensor] | None, device: torch.device) -> Tensor:
+    """Return the numbers of correct predictions and of samples (2,) in (logits (n, classes), labels (n,))."""
+    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    if last is not None and last[0].ndim == 2:
+        counts[0] = (last[0].argmax(dim=1) == last[1]).sum()
+        counts[1] = len(last[1])
+    return counts

@@ -123,6 +123,12 @@ def session(
         if not config.checkpoint.resume:
             decided |= {"resume"}  # which several nodes imply
         overrides = {key: value for key, value in flatten(started.config).items() if key in decided}
+        # cuBLAS and NCCL read their settings once: those of the flag precede the group.
+        if deterministic and not started.config.precision.deterministic and started.world.device.type != "cpu":
+            raise RequestError(
+                "lockstep.session(deterministic=True) comes too late under lockstep run, which has formed the ranks' "
+                "group for any algorithms; give lockstep run --deterministic."
+            )
         config = apply(config, overrides, source="the flags")
     else:
         started = script.own_process(config)

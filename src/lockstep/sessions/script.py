@@ -145,7 +145,7 @@ def launch(
     *,
     devices: int | None = None,
     gpus: str = "",
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+    accelerator: Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"] = "auto",
     max_restarts: int = 0,
     **options: Any,
 ) -> T | None: ...
@@ -223,6 +223,8 @@ def _error_to_raise(error: BaseException, rank: int) -> BaseException:
         failure = failures.describe(error, rank)
         if failure.is_echo or failure.kind == RunError.__name__:
             return error
+        if failure.kind == RequestError.__name__:
+            return failure.error()
         has_frames = trace is not None and not isinstance(error, SystemExit)
         raises = ScriptError(failure.sentence, trace=failure.trace) if has_frames else RunError(failure.sentence)
     raises.__cause__ = error  # its traceback goes to the run's folder

@@ -289,4 +289,4 @@ def _weighed(handed: Handed | None, weight: float | Tensor | None) -> float | Te
         return None
     if handed is not None and not handed.share.size:
         return 0.0
-    return weight.item() if isinstance(weight, Tensor) and not weight.is_cuda else weight
+    return weight.item() if isinstance(weight, Tensor) and weight.is_cpu else weight

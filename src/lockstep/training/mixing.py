@@ -19,7 +19,7 @@ from .layout import BY_SAMPLE, Share
 from .random_operators import place_of
 
 _GETTERS = {"__get__", "dim", "size", "numel", "__len__", "is_floating_point"}
-_MOVES = {"to", "cuda", "cpu"}
+_MOVES = {"to", "cpu", "cuda", "xpu", "npu"}
 
 
 class Permutations:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import hardware
+from .. import cuda, hardware
 from ..config.schema import PrecisionConfig
 from ..errors import RequestError
 
@@ -42,7 +42,7 @@ class Precision:
         Changes torch's settings only if a flag requests it: TF32 and determinism.
         """
         name = resolve(config.name, device)
-        if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
+        if name == "tf32" and not cuda.has_tf32(device):
             raise RequestError(f"--precision tf32 needs an NVIDIA GPU of Ampere or newer, found {device}; use fp32.")
         if config.deterministic:  # otherwise the caller's own setting stays
             torch.use_deterministic_algorithms(True)
@@ -174,5 +174,8 @@ def resolve(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return "bf16" if cuda.has_bf16(device) else "fp32"
+    if device.type != "cpu":
+        supports = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)
+        return "bf16" if supports() else "fp32"
     return "bf16" if hardware.bf16_units() else "fp32"

@@ -1,8 +1,8 @@
 """Seed, preserve, save and restore the random generators of torch, Python and NumPy.
 
 Order and augmentation do not use them: they are functions of seed, epoch and index. Initial weights and a model's
-own randomness, such as dropout, do. A process has one CPU generator of each library, and one of torch's for each GPU
-that it drives. `devices` are the devices that a process drives.
+own randomness, such as dropout, do. A process has one CPU generator of each library, and one of torch's for each
+accelerator that it drives. `devices` are the devices that a process drives.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Generators(NamedTuple):
     @classmethod
     def now(cls, devices: Devices) -> Generators:
         """Return the current states."""
-        gpus = [torch.cuda.get_rng_state(gpu) for gpu in _gpus(devices)]
-        return cls(torch.get_rng_state(), gpus, random.getstate(), np.random.get_state())
+        return cls(
+            torch.get_rng_state(), [*map(device_state, _gpus(devices))], random.getstate(), np.random.get_state()
+        )
 
     def is_now(self) -> bool:
         """Return whether the CPU generators are still in these states."""
@@ -55,7 +56,7 @@ class Generators(NamedTuple):
         """Restore these states, on the CPU and on `devices`."""
         torch.set_rng_state(self.cpu)
         for gpu, state in zip(_gpus(devices), self.gpus, strict=True):
-            torch.cuda.set_rng_state(state, gpu)
+            torch.get_device_module(gpu).set_rng_state(state, *_argument(gpu))
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -86,8 +87,8 @@ def seed_all(*parts: int, devices: Devices = ()) -> None:
     """Seed all generators, each differently, from `parts`."""
     torch.manual_seed(_hash(*parts))
     for index, gpu in enumerate(_gpus(devices)):
-        with torch.cuda.device(gpu):
-            torch.cuda.manual_seed(_hash(*parts, index))
+        with torch.accelerator.device_index(gpu.index or 0):
+            torch.get_device_module(gpu).manual_seed(_hash(*parts, index))
     random.seed(_hash(*parts, "python"))
     # A separate seed: NumPy has torch's algorithm, and would draw the same numbers from the same seed.
     np.random.seed(_hash(*parts, "numpy") % 2**32)
@@ -126,7 +127,17 @@ def load_generators(world: World, saved: list[dict[str, Any]], *fallback: int, d
 
 
 def _gpus(devices: Devices) -> list[torch.device]:
-    return [device for device in devices if device.type == "cuda"]
+    return [device for device in devices if device.type != "cpu"]
+
+
+def device_state(device: torch.device) -> Tensor:
+    """Return the state of an accelerator's generator."""
+    state: Tensor = torch.get_device_module(device).get_rng_state(*_argument(device))
+    return state
+
+
+def _argument(device: torch.device) -> list[torch.device]:
+    return [] if device.type == "mps" else [device]  # torch.mps has one device, and its functions take none
 
 
 def _hash(*parts: int | str) -> int:

@@ -69,12 +69,18 @@ class World:
     ) -> World:
         """Form the process group of all ranks over `store` (*collective*).
 
-        NCCL moves CUDA tensors; `collectives` chooses the transport of CPU tensors: auto, gloo or shared-memory. A
+        An accelerator's own backend (NCCL, XCCL) moves its tensors; `collectives` chooses the transport of CPU tensors:
+        auto, gloo or shared-memory. A
         collective that waits `timeout_s` for a rank raises on the other ranks; forming the group waits `form_s`, by
         default also `timeout_s`. Raises `RequestError` if shared memory was requested and is not available.
         """
-        is_cuda, hook = device.type == "cuda", sys.excepthook
-        backend, group = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", dist.group.WORLD
+        hook, backend, group = sys.excepthook, "gloo", dist.group.WORLD
+        progress, on_host = progress or Progress(), device.type == "cpu"
+        if not on_host:
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+            progress.event = torch.Event(device)
+        if _torch.get_debug_level() == _torch.DebugLevel.DETAIL:
+            form_s = None  # torch 2.11 to 2.13 cannot change the limit of a group under TORCH_DISTRIBUTED_DEBUG=DETAIL
         if group is None:
             dist.init_process_group(
                 backend,
@@ -82,7 +88,7 @@ class World:
                 rank=topology.rank,
                 world_size=topology.size,
                 timeout=timedelta(seconds=timeout_s if form_s is None else form_s),
-                device_id=device if is_cuda else None,
+                device_id=None if on_host else device,
             )
             sys.excepthook = hook  # torch replaces the hook and discards the previous one's output
             if form_s is not None:
@@ -95,7 +101,7 @@ class World:
                     f"rank {topology.rank} of {topology.size}; call lockstep.session() in place of init_process_group."
                 )
             group = new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-        world = cls(topology, device, group, progress or Progress(), notes or Notes())
+        world = cls(topology, device, group, progress, notes or Notes())
         if world.size == 1:
             return world
         memory, reason = shared_memory.join(topology, collectives == "gloo", world.gather, timeout_s)
@@ -144,7 +150,7 @@ class World:
         """Sum `tensor` (contiguous) over all ranks in place; return it (*collective*)."""
         if self.group is not None:
             with self.progress.during("all-reduce"):
-                if self.memory is not None and not tensor.is_cuda:
+                if self.memory is not None and tensor.is_cpu:
                     self.memory.sum_(tensor)
                 else:
                     dist.all_reduce(tensor, group=self.group)
@@ -164,7 +170,7 @@ class World:
         """Return every rank's `tensor` in rank order: (ranks, *shape) (*collective*)."""
         if self.group is None:
             return tensor[None]
-        if self.memory is not None and not tensor.is_cuda:
+        if self.memory is not None and tensor.is_cpu:
             with self.progress.during("all-gather"):
                 return self.memory.stack(tensor.contiguous()).view(self.size, *tensor.shape)
         rows = tensor.new_empty(self.size * tensor.numel())
@@ -228,8 +234,13 @@ class World:
         """Overwrite `tensors` with rank 0's, in place (*collective*)."""
         if self.group is not None:
             for tensor in tensors:
+                # Of an expanded dimension, one element in memory; torch sends only contiguous tensors.
+                memory = tensor.detach()[tuple(slice(None if step else 1) for step in tensor.stride())]
+                sent = memory.contiguous()
                 with self.progress.during("broadcast"):  # one phase per tensor: a large model may take long
-                    dist.broadcast(tensor, src=0, group=self.group)
+                    dist.broadcast(sent, src=0, group=self.group)
+                if sent is not memory:
+                    memory.copy_(sent)
 
     def barrier(self) -> None:
         """Return once every rank has called this (*collective*)."""
