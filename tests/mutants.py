@@ -709,8 +709,8 @@ a link in a shard is left out silently: data/shards.py
 + continue
 = unit/test_folder.py::test_large_jpegs_are_decoded_smaller_and_nearly_the_same
 a JPEG is decoded too small for its smallest crop: data/folder.py
-- round(_GAP * size / _LEAST_CROP)
-+ round(size)
+- size / _LEAST_CROP if crop
++ size if crop
 = unit/test_environments.py::test_no_environment_does_more_than_be_refused
 a number of any length is read: launchers/environments.py
 -  and len(text) <= _MOST_DIGITS
