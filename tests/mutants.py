@@ -534,7 +534,7 @@ an accelerator that torch lacks is another one: launchers/devices.py
 + if False:
 = unit/test_accelerators.py::test_each_devices_generator_is_seeded_saved_and_restored
 an accelerator's generator is not restored: world/random_state.py
-- torch.get_device_module(gpu).set_rng_state(state, *_argument(gpu))
+- torch.get_device_module(gpu).set_rng_state(state, gpu)
 + pass
 = unit/test_watch.py::test_a_rank_whose_beats_no_longer_rise_is_silent
 a rank whose beats stay the same is taken to live: monitor/heartbeat.py

@@ -82,7 +82,8 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("auto", "xpu", 2, False, ("cpu", "inline", 1)),  # torch is not imported to learn that there is nothing
         ("auto", "xpu", 0, True, ("cpu", "inline", 1)),
         ("auto", None, 0, True, ("cpu", "inline", 1)),
-        ("mps", "mps", 1, False, ("mps", "inline", 1)),
+        ("mps", "mps", 1, True, "--accelerator mps: Apple's GPUs have no float64"),
+        ("xpu", "xpu", 1, False, ("xpu", "inline", 1)),
         ("cpu", "xpu", 2, True, ("cpu", "inline", 1)),
         ("xpu", "xpu", 0, True, "--accelerator xpu: this machine shows no GPU; take --accelerator cpu."),
         ("npu", "cuda", 0, True, f"--accelerator npu: torch {torch.__version__} was built for cuda; install"),

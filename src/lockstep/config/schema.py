@@ -148,7 +148,7 @@ class ParallelConfig:
     devices: _MaybeInt = None  # Devices per node; default: all GPUs, or 1 CPU process.
     gpus: Annotated[str, _key(metavar="I,J,…")] = ""  # Indices of visible GPUs, such as 0,1.
     accelerator: Annotated[str, OneOf(("auto", "cpu", "cuda", "xpu", "npu", "mps"))] = "auto"
-    """auto (torch's), cpu, cuda (also ROCm), xpu, npu or mps."""
+    """auto (torch's), cpu, cuda (also ROCm), xpu or npu; mps is refused."""
     launcher: Annotated[str, OneOf(LAUNCHERS, ("auto",))] = "auto"
     """How processes start: inline, spawn, elastic, environment, manual; auto detects it."""
     nodes_asked: Annotated[str, _key(name="nodes", metavar="N|MIN:MAX")] = "1"

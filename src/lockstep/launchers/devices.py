@@ -7,7 +7,6 @@ device file of one, or for a flag that names one.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -41,8 +40,12 @@ def find(name: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
         return "cpu", 0
     if name in ("auto", "cuda") and (gpus := visible(env)):
         return "cuda", len(gpus)
-    may_have = sys.platform == "darwin" or any(Path(file).exists() for file in _FILES)
-    if not may_have and name in ("auto", "cuda"):
+    if name == "mps":
+        raise RequestError(
+            "--accelerator mps: Apple's GPUs have no float64, in which losses and counts are summed; take "
+            "--accelerator cpu."
+        )
+    if name in ("auto", "cuda") and not any(Path(file).exists() for file in _FILES):
         return ("cpu" if name == "auto" else name), 0
     import_torch()
     import torch

@@ -68,7 +68,7 @@ class Telemetry:
     """Samples this process and its devices; call `sample` once a log interval."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._gpus = [device for device in devices if device.type not in ("cpu", "mps")]  # MPS has the host's memory
+        self._gpus = [device for device in devices if device.type != "cpu"]
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call only sets the start of the next measurement
         psutil.cpu_percent()

@@ -56,7 +56,7 @@ class Generators(NamedTuple):
         """Restore these states, on the CPU and on `devices`."""
         torch.set_rng_state(self.cpu)
         for gpu, state in zip(_gpus(devices), self.gpus, strict=True):
-            torch.get_device_module(gpu).set_rng_state(state, *_argument(gpu))
+            torch.get_device_module(gpu).set_rng_state(state, gpu)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -132,12 +132,8 @@ def _gpus(devices: Devices) -> list[torch.device]:
 
 def device_state(device: torch.device) -> Tensor:
     """Return the state of an accelerator's generator."""
-    state: Tensor = torch.get_device_module(device).get_rng_state(*_argument(device))
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
-
-
-def _argument(device: torch.device) -> list[torch.device]:
-    return [] if device.type == "mps" else [device]  # torch.mps has one device, and its functions take none
 
 
 def _hash(*parts: int | str) -> int:
