@@ -101,18 +101,17 @@ def test_the_emulated_kernels_are_torchs(dtype: torch.dtype, has_weight: bool, o
 
 
 @needs_cuda
-def test_a_first_rank_without_a_sample_takes_part() -> None:
+def test_a_first_rank_without_a_sample_takes_part(pair: World) -> None:
     x = torch.randn(6, 3, 4, 4, device="cuda", dtype=torch.float64) + 2
     mean, scale = torch.batch_norm_stats(x, 1e-5)
     row = torch.cat([mean, scale, mean.new_full((1,), 6 * 16)])
     exact = nn.BatchNorm2d(3).to(x)
     exact(x)
-    with joined() as world:
-        peer = paired(world, lambda own: row if len(own) % 2 else torch.zeros_like(own))
-        layer = SyncBatchNorm.of(nn.BatchNorm2d(3).to(x), peer)
-        mine = torch.zeros(0, 3, 4, 4, device="cuda", dtype=torch.float64, requires_grad=True)
-        y = layer(mine)
-        y.sum().backward()
+    world = paired(pair, lambda own: row if len(own) % 2 else torch.zeros_like(own))
+    layer = SyncBatchNorm.of(nn.BatchNorm2d(3).to(x), world)
+    mine = torch.zeros(0, 3, 4, 4, device="cuda", dtype=torch.float64, requires_grad=True)
+    y = layer(mine)
+    y.sum().backward()
     assert y.shape == mine.shape
     assert mine.grad is not None
     assert mine.grad.shape == mine.shape
