@@ -237,14 +237,14 @@ def convert(model: nn.Module, world: World) -> nn.Module:
 
     *Collective* on GPUs, where the exchanges have a process group of their own: in the gradients' group they would wait
     behind buckets. A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm`
-    layers change too. Raises `RequestError` on other accelerators than CUDA, for subclasses, and for layers with a process group or a replaced
-    `forward`, whose behaviour would be lost.
+    layers change too. Raises `RequestError` on accelerators other than CUDA, for subclasses, and for layers with a
+    process group or a replaced `forward`, whose behaviour would be lost.
     """
     if world.size == 1:
         return model
     if world.device.type not in ("cpu", "cuda"):
         raise RequestError(
-            f"Synchronised BatchNorm runs on CPUs and on CUDA, and this rank is on {world.device.type}: use --batchnorm "
+            f"Synchronised BatchNorm runs on CPUs and CUDA, and this rank is on {world.device.type}: use --batchnorm "
             "local, or another norm."
         )
     world = world.beside()
