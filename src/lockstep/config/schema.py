@@ -220,7 +220,7 @@ class PrecisionConfig:
     """fp32, tf32, bf16, fp16 (with loss scaling) or fp64; auto: bf16 if the hardware supports it, else fp32,
     so that the model depends on the hardware."""
     channels_last: _Switch = "auto"  # Memory format: on, off; auto: on, except in fp64.
-    compile: bool = False  # Use torch.compile.
+    compile: bool = False  # Compile the model by torch.compile.
     deterministic: bool = False  # Use deterministic GPU algorithms only, also in dropout.
     checkpoint_activations: _Words = ()
     """Classes of modules, such as BasicBlock, whose activations are recomputed in the backward pass to save memory."""
