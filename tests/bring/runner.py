@@ -59,7 +59,6 @@ class Result:
 def attempt(world: World, task: Task, options: dict[str, Any]) -> tuple[str, str, Numbers]:
     """Run the task as a rank; return how it ended, a message, and its numbers."""
     import torch
-    from torch.utils._python_dispatch import _pop_mode
 
     argv, path, dtype = list(sys.argv), list(sys.path), torch.get_default_dtype()
     given = frozenset(name.replace("_", "-") for name in options)
@@ -75,8 +74,6 @@ def attempt(world: World, task: Task, options: dict[str, Any]) -> tuple[str, str
         sys.argv, sys.path[:] = argv, path
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
-        while torch._C._len_torch_dispatch_stack():  # of a session that an error has left open
-            _pop_mode()
     lines = [line for line in output.getvalue().splitlines() if line.startswith(script.PREFIX)]
     return _DONE, "", json.loads(lines[-1].removeprefix(script.PREFIX)) if lines else []
 
