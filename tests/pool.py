@@ -70,7 +70,6 @@ class RankPool:
 def _serve(pipe: Connection) -> None:
     import torch
     from torch._C._distributed_c10d import FileStore
-    from torch.utils._python_dispatch import _pop_mode
 
     from lockstep.world.topology import Topology
     from lockstep.world.world import World
@@ -91,8 +90,7 @@ def _serve(pipe: Connection) -> None:
                     value = function(world, *args)
                 finally:
                     world.close()
-                    while torch._C._len_torch_dispatch_stack():  # of a session that an error has left open
-                        _pop_mode()
+                assert not torch._C._len_torch_dispatch_stack(), "a session has left a mode"
                 pipe.send((value, ""))
             except BaseException:
                 pipe.send((None, traceback.format_exc()))

@@ -319,3 +319,10 @@ def mode_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Sequence[Any]:
         stack = _python_dispatch._get_current_dispatch_mode_stack
     modes: Sequence[Any] = stack()
     return modes
+
+
+def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Leave a mode if it is the innermost; below a user's mode it stays on the stack."""
+    stack = mode_stack(mode)
+    if stack and stack[-1] is mode:
+        mode.__exit__(None, None, None)

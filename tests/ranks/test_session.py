@@ -30,6 +30,16 @@ def is_standing_in(world: World, stop_at: int) -> bool:
     return SyncBatchNorm.stand_in
 
 
+def modes_left(world: World) -> int:
+    """Return the dispatch modes that are left after a loop was interrupted in its first step."""
+    interrupted(world, 0, {})
+    return torch._C._len_torch_dispatch_stack()
+
+
+def test_a_loop_that_fails_in_its_first_step_leaves_no_dispatch_mode(pool: RankPool) -> None:
+    assert pool.run(2, modes_left) == [0, 0]
+
+
 def run(world: World, name: str, options: dict[str, Any]) -> loops.Learned:
     learned: loops.Learned = getattr(loops, name)(world, **options)
     return learned

@@ -67,6 +67,12 @@ class Draws:
         if self._global is not None:
             self._global.end()
 
+    def close(self) -> None:
+        """End the draws of a loop, also of one that has failed in its first step."""
+        self.end()
+        if self._watch is not None:
+            self._watch.stop()
+
     def end_step(self, step: int) -> str:
         """Compare the ranks' generators; return the first step's warning, or "" (*collective*)."""
         if self._global is not None and (step <= _CHECKED_STEPS or step % _CHECKED_EVERY == 0):

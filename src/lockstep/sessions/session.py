@@ -555,7 +555,7 @@ class Session:
                 "a gradient is None until the global batch's last micro-batch: put code that changes gradients under "
                 "`if session.is_last`, and give a GradScaler to session.prepare"
             )
-        self._draws.end()
+        self._draws.close()
         try:
             if error is None:
                 self._passes.raise_refusal()

@@ -29,12 +29,15 @@ class DrawWatch:
         self.is_watching, self._others = True, _other_states()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
+    def stop(self) -> None:
+        """Stop watching, as when the loop has failed."""
+        _torch.leave(self._mode)
+        self._mode.is_active = False
+
     def end(self) -> str:
         """Stop watching; return a warning, or "" (*collective*)."""
-        stack, watcher = _torch.mode_stack(self._mode), self._mode
-        if stack and stack[-1] is watcher:
-            watcher.__exit__(None, None, None)
-        watcher.is_active = False  # below a user's mode, the watcher stays on the stack
+        self.stop()
+        watcher = self._mode
         if not watcher.first and _other_states() != self._others:
             watcher.first = "the loop, by Python's or NumPy's generator,"
         places, seeded = zip(*self._world.gather([watcher.first, watcher.user_draw]), strict=True)

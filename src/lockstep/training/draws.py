@@ -105,9 +105,7 @@ class GlobalDraws:
         self._process_streams.put_back((self._world.device,))
         self._process_streams = None
         for mode in (self._functions, self._operators):
-            stack = _torch.mode_stack(mode)
-            if stack and stack[-1] is mode:  # below a user's mode, ours stays on the stack and does nothing
-                mode.__exit__(None, None, None)
+            _torch.leave(mode)  # one that stays below a user's mode does nothing
 
     def check(self) -> None:
         """Compare the ranks' generators (*collective*). Raises `RequestError` if a rank drew other numbers."""
