@@ -143,8 +143,23 @@ the learning rate falls a step late: training/optim.py
 + sum(step > mark for mark in marks)
 = unit/test_optim.py::test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_alone
 Muon is given vectors: training/optim.py
-- if parameter.ndim == 2]
-+ if parameter.ndim <= 2]
+- (parameter.ndim == 2 or
++ (parameter.ndim <= 2 or
+Muon is given filters of groups: training/optim.py
+- and module.groups == 1
++ and module.groups
+= unit/test_muon.py::test_a_float32_step_has_the_bits_of_torchs[800-True]
+Muon forgets that Nesterov looks ahead: training/muon.py
+- if group["nesterov"] else averages
++ if not group["nesterov"] else averages
+= unit/test_muon.py::test_float64_stays_float64_and_filters_are_matrices
+Muon rounds float64 to bfloat16: training/muon.py
+- torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16
++ torch.bfloat16
+= unit/test_muon.py::test_more_matrices_of_a_shape_cost_no_more_operations
+Muon steps matrices one by one: training/muon.py
+- for start in range(0, len(group), size))
++ for size in (1,) for start in range(0, len(group), size))
 = ranks/test_sync_batchnorm.py::test_equals_one_process[2d {}-cpu]
 BatchNorm stays local: nn/sync_batchnorm.py
 - for norm in plain.values():

@@ -79,7 +79,8 @@ class OptimConfig:
     """The optimizer, its learning rate, and the loss."""
 
     name: Annotated[str, OneOf(("sgd", "adamw", "muon", "lamb", "lars")), _key(name="optimizer")] = "sgd"
-    """sgd, adamw, muon (AdamW for all but matrices); for large batches lamb, or lars (whose rates are above 1)."""
+    """sgd, adamw, muon (matrices and filters of convolutions; AdamW for the rest); for large batches lamb, or lars
+    (whose rates are above 1)."""
     lr: _Positive = 0.1  # Peak learning rate.
     lr_scale: Annotated[tuple[str, ...], _key(metavar="PATTERN=X …")] = ()
     """Learning-rate factors, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
