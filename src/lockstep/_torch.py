@@ -44,9 +44,8 @@ Store = _stores.Store
 TCPStore = _stores.TCPStore
 DebugLevel, get_debug_level = _stores.DebugLevel, _stores.get_debug_level
 
-foreach_copy_, foreach_mul_, foreach_add_ = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_add_
-foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
-"""Arithmetic on a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""
+foreach_copy_ = torch._foreach_copy_
+"""Copy of a list of tensors in a few kernels, as torch's optimizers do, instead of one kernel per tensor."""
 
 
 def loader_copied_by_lightning() -> Any:

@@ -72,7 +72,7 @@ def test_a_float32_step_has_the_bits_of_torchs(
 
 
 def test_float64_stays_float64_and_filters_are_matrices() -> None:
-    shapes = [(8, 3, 2, 2), (4, 6), (8, 3, 2, 2), (5, 2, 3), (4, 6)]
+    shapes = [(16, 3, 2, 2), (4, 6), (16, 3, 2, 2), (5, 2, 3), (4, 6)]
     weights, *gradients = (drawn(shapes, torch.float64, seed) for seed in range(4))
     parameters = [nn.Parameter(weight.clone()) for weight in weights]
     parameters[2].data = parameters[2].data.to(memory_format=torch.channels_last)
