@@ -150,8 +150,8 @@ Muon is given filters of groups: training/optim.py
 + and module.groups
 = unit/test_muon.py::test_a_float32_step_has_the_bits_of_torchs[800-True]
 Muon forgets that Nesterov looks ahead: training/muon.py
-- if group["nesterov"] else averages
-+ if not group["nesterov"] else averages
+- if group["nesterov"] else average
++ if not group["nesterov"] else average
 = unit/test_muon.py::test_float64_stays_float64_and_filters_are_matrices
 Muon rounds float64 to bfloat16: training/muon.py
 - torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16
@@ -464,7 +464,7 @@ curves of which one has no number hold: verify/curve.py
 + if first is None or second is None:
 = unit/test_curve.py::test_the_tolerance_is_that_of_the_arithmetic
 curves in float64 hold within a thousandth: verify/curve.py
-- return 1e-9 if config.precision.name == "fp64" else 1e-3
+- return 1e-9
 + return 1e-3
 = ranks/test_gradients.py::test_a_gap_is_measured_against_the_tensor_and_never_lost
 gradients of which one has no number agree: checks/difference.py
