@@ -68,7 +68,8 @@ def make_graphed_callables(
             static_x.copy_(x)
             forward.replay()
             replays.append(len(forward.calls))
-            return static_outputs.detach()
+            outputs: Tensor = static_outputs.detach()
+            return outputs
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
@@ -80,7 +81,8 @@ def make_graphed_callables(
 
     def call(x: Tensor) -> Tensor:
         assert static_x.is_same_size(x), "torch would copy another size into the graph's, or broadcast it"
-        return Graphed.apply(x, *parameters) if module.training else original(x)
+        outputs: Tensor = Graphed.apply(x, *parameters) if module.training else original(x)
+        return outputs
 
     module.forward = call
     return module

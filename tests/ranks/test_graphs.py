@@ -33,19 +33,20 @@ class Dropping(nn.Sequential):
 
 class Waiting(Dropping):
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y: Tensor = super().forward(x)
         return y / 2 if y.mean().item() > 0 else y
 
 
 class Masking(Dropping):
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y: Tensor = super().forward(x)
         return y + y[y > 0].sum()
 
 
 class Deep(Dropping):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.0 if random.random() < 0.5 else 2.0)
+        y: Tensor = super().forward(x)
+        return y if random.random() < 0.5 else 2 * y
 
 
 class Warming(Dropping):
@@ -53,7 +54,8 @@ class Warming(Dropping):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return super().forward(x) * min(1.0, self.calls / 100)
+        y: Tensor = super().forward(x)
+        return y * min(1.0, self.calls / 100)
 
 
 def _emulate(patch: pytest.MonkeyPatch) -> None:
