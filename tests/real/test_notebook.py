@@ -18,16 +18,16 @@ from ..command import CODE
 from ..needs import need
 
 CELL = """
-import torch, lockstep
+import functools, torch, lockstep
 torch.randn(2000, 2000) @ torch.randn(2000, 2000)  # whose threads a fork would lack
 FACTOR = 2
 class Answer:
     def __init__(self, value):
         self.value = value
-def main():
+def main(more):
     session = lockstep.session()
-    return Answer(FACTOR * session.sum(session.rank + 1))
-answer = lockstep.launch(main, devices=2, accelerator="cpu", output="run")
+    return Answer(more + FACTOR * session.sum(session.rank + 1))
+answer = lockstep.launch(functools.partial(main, 1), devices=2, accelerator="cpu", output="run")
 print("answer", answer.value, type(answer) is Answer)
 def broken():
     lockstep.session()
@@ -89,7 +89,7 @@ def test_a_function_that_is_typed_in_runs_on_several_ranks(tmp_path: Path) -> No
         text=True,
         check=False,
     )
-    assert "answer 6 True" in ended.stdout, ended
+    assert "answer 7 True" in ended.stdout, ended
     assert "error Rank " in ended.stdout, ended
     assert "ValueError: labels reach 10" in ended.stdout
 
