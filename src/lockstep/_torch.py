@@ -321,6 +321,16 @@ def mode_stack(mode: TorchDispatchMode | TorchFunctionMode) -> Sequence[Any]:
     return modes
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """Return whether torch's compiler has raised an error: of its own, or for want of a C++ compiler."""
+    return type(error).__module__.startswith((_COMPILER, "torch._inductor"))
+
+
+def is_watched() -> bool:
+    """Return whether a mode sees this thread's operations."""
+    return bool(_python_dispatch._get_current_dispatch_mode_stack())
+
+
 def leave(mode: TorchDispatchMode | TorchFunctionMode) -> None:
     """Leave a mode if it is the innermost; below a user's mode it stays on the stack."""
     stack = mode_stack(mode)

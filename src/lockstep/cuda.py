@@ -5,7 +5,12 @@ The driver's answers, without torch, are in `hardware.py`, NCCL's settings in `l
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 _TF32 = (8, 0)  # Ampere
 
@@ -58,3 +63,18 @@ def nccl_version() -> tuple[int, ...]:
 def uuid(device: torch.device) -> str:
     """Return a GPU's UUID, as NVML writes it."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether torch can record CUDA graphs on a device."""
+    return device.type == "cuda"
+
+
+def graphed(module: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return `module` for batches like `x`, by graphs of its forward and backward pass."""
+    options: dict[str, Any] = {"allow_unused_input": True}
+    if "capture_error_mode" in inspect.signature(torch.cuda.make_graphed_callables).parameters:
+        # The watchdogs, NCCL's and ours, query events from threads of their own.
+        options["capture_error_mode"] = "thread_local"
+    recorded: Any = torch.cuda.make_graphed_callables(module, (x,), **options)
+    return recorded  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import _torch
 from .batching import BatchPlan
 from .checkpoint import resume
 from .checkpoint.state import State
@@ -92,7 +93,13 @@ def train(
         run = nullcontext(OpenRun(config, recorder, loaded))
         with Session(config, world, run, prepared=job, hooks=hooks) as session:
             task = Classifier(job, session)
-            learn(task, session, config)
+            try:
+                learn(task, session, config)
+            except Exception as error:
+                if not _torch.is_of_compiler(error):
+                    raise
+                cause = str(error).partition("\n")[0]
+                raise RequestError(f"--compile: torch cannot compile the model: {cause}; leave it out.") from error
         world.progress.enter("")  # not after an error, whose report names the phase
         return task.result
     finally:

@@ -33,7 +33,7 @@ batch accumulate micro-batch eval-batch drop-last draws
 strategy devices gpus accelerator launcher nodes max-restarts init-method interface rank
 world-size timeout stall-timeout batchnorm shard-modules shard-size shard-reshard exchange
 exchange-every powersgd-rank powersgd-start collectives
-precision channels-last compile deterministic checkpoint-activations
+precision channels-last compile cuda-graphs deterministic checkpoint-activations
 resume checkpoint-every
 output log-every quiet
 verify-every ledger

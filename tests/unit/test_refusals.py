@@ -19,7 +19,7 @@ from lockstep.config.options import leaves, override, recipe, to_toml
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
 
-from ..command import refusal
+from ..command import COLD, command, refusal
 from ..environments import environment
 
 Refuses = Callable[[str, list[str]], None]
@@ -73,6 +73,10 @@ TRAIN = """
 --exchange-every 9                     | --exchange-every belongs to --exchange local-sgd or diloco
 --powersgd-rank 2                      | --powersgd-rank and --powersgd-start belong to --exchange powersgd
 --exchange powersgd --strategy fsdp    | --exchange powersgd | --strategy fsdp | take ddp or zero1
+--cuda-graphs on                       | --cuda-graphs needs a GPU | cpu | leave it out
+--cuda-graphs on --strategy dp         | --cuda-graphs on cannot work with --strategy dp | leave one of them out
+--cuda-graphs on --draws global        | --draws global
+--cuda-graphs on --micro-batch auto    | --micro-batch auto
 --no-shard-reshard                     | --no-shard-reshard belong to --strategy fsdp
 --shard-size 2 --exchange bf16 --strategy fsdp | --exchange bf16 | --shard-size | leave one out
 --exchange diloco --strategy zero1     | --exchange diloco | --strategy zero1 | take --strategy ddp
@@ -280,6 +284,18 @@ def test_a_number_out_of_its_range(refuses: Refuses) -> None:
     for flag, value in (each.split() for each in BEYOND.split(",")):
         fit = "--data fake" if flag == "samples" else ""
         refuses(f"train digits {fit} --{flag} {value}", [f"--{flag} {value[:1]}"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_model_that_cannot_be_compiled(tmp_path: Path) -> None:
+    words = ("train", "digits", "--model", "mlp", "--compile", "--max-steps", 1, "--quiet")
+    environ = {"CXX": "no-such-g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ended = command(tmp_path, *words, through=COLD, **environ)
+    said = ended.err.splitlines()[-1]
+    assert ended.code == 2
+    assert said.startswith("lockstep: --compile: torch cannot compile the model: "), said
+    assert "no-such-g++" in said
 
 
 @pytest.mark.parametrize(

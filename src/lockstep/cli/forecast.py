@@ -37,8 +37,11 @@ def main(words: list[str]) -> int:
         raise RequestError(
             "lockstep forecast needs --network, the network between the devices, such as 100GbE or 10Gbit/s,50us."
         )
-    if base.precision.compile:
-        raise RequestError("lockstep forecast cannot measure a compiled model; leave out --compile.")
+    if base.precision.compile or base.precision.cuda_graphs != "off":
+        raise RequestError(
+            "lockstep forecast cannot measure the parts of a compiled or recorded pass; leave out --compile and "
+            "--cuda-graphs."
+        )
     strategy, size = registry.resolved(base.parallel.strategy, distributed=True), base.parallel.shard_size or 1
     if not registry.KINDS[strategy].process_per_device:
         raise RequestError(

@@ -222,6 +222,8 @@ class PrecisionConfig:
     so that the model depends on the hardware."""
     channels_last: _Switch = "auto"  # Memory format: on, off; auto: on, except in fp64.
     compile: bool = False  # Compile the model by torch.compile.
+    cuda_graphs: Annotated[str, OneOf(("off", "auto", "on"))] = "off"
+    """Launch a full micro-batch's forward and backward pass as one CUDA graph each: off, on; auto: where possible."""
     deterministic: bool = False  # Use deterministic GPU algorithms only, also in dropout.
     checkpoint_activations: _Words = ()
     """Classes of modules, such as BasicBlock, whose activations are recomputed in the backward pass to save memory."""
@@ -284,6 +286,21 @@ class RunConfig:
             raise RequestError(sentence)
 
 
+def rules_out_graphs(config: RunConfig) -> str:
+    """Return the option with which a model cannot be called by CUDA graphs, or ""."""
+    parallel, batch = config.parallel, config.batch
+    has_kind = parallel.strategy in KINDS
+    options = {
+        "--step": bool(config.optim.step),
+        f"--strategy {parallel.strategy}": has_kind
+        and (KINDS[parallel.strategy].divides_weights or parallel.drives_all),
+        "--draws global": batch.draws == "global",
+        "--micro-batch auto": batch.fits_memory,
+        "--checkpoint-activations": bool(config.precision.checkpoint_activations),
+    }
+    return next((option for option, is_set in options.items() if is_set), "")
+
+
 def _contradictions(config: RunConfig) -> Iterator[str]:
     """Yield an error message for each contradiction between options, and for each malformed text."""
     optim, batch, parallel = config.optim, config.batch, config.parallel
@@ -308,6 +325,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if config.precision.checkpoint_activations and (config.precision.compile or parallel.drives_all):
         other = "--compile" if config.precision.compile else f"--strategy {parallel.strategy}"
         yield f"--checkpoint-activations cannot work with {other}; leave one of them out."
+    if config.precision.cuda_graphs == "on" and (other := rules_out_graphs(config)):
+        yield f"--cuda-graphs on cannot work with {other}; leave one of them out."
     if optim.step and any(idle.values()):
         flags = ", ".join(flag for flag, is_set in idle.items() if is_set)
         yield f"{flags}: without effect with --step, which calls the model as it is; leave that out."

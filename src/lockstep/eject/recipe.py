@@ -46,6 +46,7 @@ _REFUSED = {
     "powersgd-rank": "PowerSGD; torch has a communication hook for that",
     "powersgd-start": "PowerSGD; torch has a communication hook for that",
     "draws": "the draws of one device on several ranks",
+    "cuda-graphs": "CUDA graphs; torch has make_graphed_callables",
     "checkpoint-activations": "recomputed activations; call torch.utils.checkpoint in the model",
 }
 """Options that have no plain form, with what they do."""

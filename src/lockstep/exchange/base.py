@@ -130,6 +130,8 @@ class Exchange:
         """The method's own options by their flags, and its choices, for the startup report."""
         self.drift = 0
         """Steps by each rank's own gradients since the last exchange of weights; unless 0, replicas differ."""
+        self.overwrites_gradients = False
+        """Whether a backward pass writes to the tensors in which the last one left its gradients, as CUDA graphs do."""
         self._user_hooks = UserHooks()
         self._hooks: dict[nn.Parameter, Any] = {}  # the exchange's own, which stay in backward passes
         self._is_whole = False  # within `whole_state`
@@ -162,6 +164,8 @@ class Exchange:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         if not backward_pass.is_last:
             part.gradients = self.hide()
+            if self.overwrites_gradients:
+                part.gradients = [(parameter, gradient.clone()) for parameter, gradient in part.gradients]
             return None
         part.gradients = []
         return on_device(backward_pass.weight, self.world.device)[None]

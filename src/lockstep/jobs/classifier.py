@@ -28,6 +28,7 @@ from ..runs.folders import unwritable
 from ..runs.opened import OpenRun
 from ..sessions.session import Session
 from ..training import losses, precision
+from ..training.graphs import Graphs
 from ..training.memory import OutOfMemoryError, no_loss
 from ..world.world import World
 from . import initial
@@ -53,7 +54,7 @@ class Classifier:
         self._job, self._session = job, session
         self._scores: Scores | None = None  # of the last evaluation
         self._has_mean = ":" not in job.config.optim.loss  # a user's loss returns sums only
-        session.at_end(self._summarize)
+        session.on("end", self._summarize)
         if not self._has_mean:
             job.world.together(self._check_loss)
 
@@ -170,6 +171,7 @@ def describe_job(job: Job) -> dict[str, Any]:
         "chosen": {
             "strategy": job.method.name,
             "channels-last": job.precision.channels_last and len(data.train.shape) == 3,  # of images alone
+            "cuda-graphs": isinstance(job.replica, Graphs),
         },
         "best_on": best,
         "shape": list(data.train.shape),

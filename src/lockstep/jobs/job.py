@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .. import cuda
 from .._torch import BatchNorm
 from ..batching import BatchPlan, Share
 from ..checkpoint import resume
 from ..checkpoint.state import State, check_fits
 from ..config import registry
-from ..config.schema import BatchConfig, RunConfig
+from ..config.schema import BatchConfig, RunConfig, rules_out_graphs
 from ..data import sets
 from ..data.order import Order
 from ..data.share import Micro
@@ -34,6 +35,7 @@ from ..nn import sync_batchnorm
 from ..nn.recompute import Recomputation
 from ..runs.prepared import Prepared, Source
 from ..training import losses, memory, optim
+from ..training.graphs import Graphs
 from ..training.losses import LossFunction
 from ..training.memory import MemoryWatch, fitted
 from ..training.optim import Average
@@ -53,7 +55,7 @@ class Job(Prepared):
 
     method: Method
     replica: nn.Module
-    """Module to call in place of `model`; may split its input over several devices."""
+    """Module to call in place of `model`; may split its input over several devices, or run a CUDA graph."""
     plan: BatchPlan
     data: Splits
     lr: Callable[[int], float]
@@ -159,6 +161,25 @@ def _try_share(
         torch.autograd.backward(loss)
 
 
+def _record_graphs(
+    config: RunConfig, model: nn.Module, precision: Precision, plan: BatchPlan, data: Data, world: World
+) -> Graphs:
+    """Return the model by CUDA graphs (*collective*). Raises `RequestError` where there can be none."""
+    if not cuda.has_graphs(world.device):
+        raise RequestError(f"--cuda-graphs needs a GPU with CUDA or ROCm, and here is {world.device}; leave it out.")
+    if other := rules_out_graphs(config):
+        raise RequestError(f"{other} rules out --cuda-graphs.")
+    graphs = Graphs(model, precision.half, world.device)
+    layout = torch.channels_last if precision.channels_last and len(data.shape) == 3 else torch.contiguous_format
+    # Every rank records all ranks' sizes, since a pass may exchange batch statistics.
+    shares = (share for rank in range(plan.ranks) for share in plan.batch_shares(plan.global_size, rank))
+    for size in sorted({share.size for share in shares}):
+        x = torch.zeros((size, *data.shape), dtype=data.dtype, device=world.device)
+        with memory.unchanged(model, has_average=config.optim.ema is not None):
+            graphs.record(x.to(memory_format=layout))
+    return graphs
+
+
 def _micro(share: Share, fetched: Fetched) -> Micro:
     return Micro((fetched.x, fetched.y), share, fetched.indices[: share.size])
 
@@ -242,6 +263,14 @@ def assemble(
     for average in averages:
         method.exchange.shard(average.module)
     optimizers = optim.build(model, config.optim)
+    if evaluated is None and config.precision.cuda_graphs != "off":
+        try:
+            replica = _record_graphs(config, model, precision, plan, train, world)
+            method.exchange.overwrites_gradients = True
+        except RequestError as error:
+            if config.precision.cuda_graphs == "on":
+                raise
+            cautions.append(f"no CUDA graphs: {error}")
     # From here on the generators serve the model's own randomness alone, which differs between ranks.
     seed_all(config.seed, world.rank, devices=method.devices)
     return Job(

@@ -60,7 +60,7 @@ class OwnStep:
         weights = None if session.is_resumed else initial.load_weights(config.model, self._model, session.world)
         lines = [*(weights.lines() if weights else []), *initial.describe_patterns(self._model, config)]
         session.prepared.facts["lines"] = lines
-        session.at_end(self._score_at_end)
+        session.on("end", self._score_at_end)
         self.optimizers = optim.build(self._model, config.optim)
         session.prepare(*self.optimizers)
         destination = (session.device, session.precision.cast, False)

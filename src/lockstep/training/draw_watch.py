@@ -26,7 +26,7 @@ class DrawWatch:
 
     def begin(self) -> None:
         """Start watching."""
-        self.is_watching, self._others = True, _other_states()
+        self.is_watching, self._others = True, other_states()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -38,7 +38,7 @@ class DrawWatch:
         """Stop watching; return a warning, or "" (*collective*)."""
         self.stop()
         watcher = self._mode
-        if not watcher.first and _other_states() != self._others:
+        if not watcher.first and other_states() != self._others:
             watcher.first = "the loop, by Python's or NumPy's generator,"
         places, seeded = zip(*self._world.gather([watcher.first, watcher.user_draw]), strict=True)
         if len(seeded) > 1 and seeded[0] is not None and all(draw == seeded[0] for draw in seeded):
@@ -55,7 +55,8 @@ class DrawWatch:
         )
 
 
-def _other_states() -> tuple[Any, ...]:
+def other_states() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's generators."""
     _, key, *fields = np.random.get_state()
     return random.getstate(), np.asarray(key).tobytes(), fields
 

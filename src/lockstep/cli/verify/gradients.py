@@ -132,7 +132,8 @@ def _plan(config: RunConfig, names: Sequence[str]) -> LaunchPlan:
     """Return the config to measure. It has the ranks' strategy, several devices, nothing for speed alone."""
     precision = "fp64" if config.precision.name == "auto" else config.precision.name
     strategy = next((name for name in names if KINDS[name].has_ranks), names[0])
-    config = override(config, precision=precision, compile=False, channels_last="off", ema=None, strategy=strategy)
+    plain = {"compile": False, "cuda_graphs": "off", "channels_last": "off", "ema": None}
+    config = override(config, precision=precision, strategy=strategy, **plain)
     launch_plan = plan(config)
     return plan(override(config, devices=variants.device_count(config))) if launch_plan.starts_here else launch_plan
 
