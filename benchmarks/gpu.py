@@ -2,8 +2,8 @@
 
 The parts, each of which writes a file of its own, after each network again:
 
-    steps     plain torch, DDP, sessions and graphs of GPT-2 small, ResNet-50, ResNet-18, PyramidNet-110: time of device
-              and host, memory, operations
+    steps     plain torch, DDP, sessions, `lockstep train` and CUDA graphs, with GPT-2 small, ResNet-50, ResNet-18 and
+              PyramidNet-110: time of device and host, memory, operations
     costs     digests, snapshots for checkpoints, and Muon's step
     speedrun  seconds to 94 % on CIFAR-10, by the recipe cifar10-speedrun; digits where CIFAR-10 is not at hand
     train     the loop of `lockstep train`, with its records
@@ -43,6 +43,7 @@ from .steps import (
     COMPILED,
     DDP,
     EAGER,
+    GRAPHS,
     IN_GROUP,
     NETWORKS,
     PLAIN,
@@ -62,9 +63,10 @@ _COLUMNS = (
 _METHOD = (
     "bfloat16 by autocast, fused SGD with momentum or AdamW, one batch that stays on the device. Sessions take theirs "
     "from a loader. `session` is alone; `plain DDP` and `session, ddp` exchange gradients in a process group of one "
-    "rank. All ways of a network take turns. `host` is the time to queue a step on an idle device, memory the "
-    "allocator's peak less what the other ways hold. Operations are kernels, copies and fills by torch's profiler (a "
-    "CPU's: operators); launches are the host's calls."
+    "rank; `train` is the step of `lockstep train`. `graphs` are CUDA graphs of the passes. All ways of a network take "
+    "turns. `host` is the time to queue a step on an idle device, memory the allocator's peak less what the other ways "
+    "hold. Operations are kernels, copies and fills by torch's profiler (a CPU's: operators); launches are the host's "
+    "calls."
 )
 
 
@@ -139,7 +141,7 @@ def _row(network: Network, way: str, costs: Mapping[str, Cost], trouble: str) ->
 
 
 def _ratios(network: Network, costs: Mapping[str, Cost]) -> list[str]:
-    pairs = ((SESSION, PLAIN), (IN_GROUP, DDP), ("session, graphs", PLAIN), *((way, PLAIN) for way in COMPILED))
+    pairs = ((SESSION, PLAIN), (IN_GROUP, DDP), (GRAPHS, PLAIN), *((way, PLAIN) for way in COMPILED))
     return [
         f"{network.name}: {way} ÷ {other} {costs[way].step_ms.per(costs[other].step_ms).median:.3f}"
         for way, other in pairs
@@ -199,31 +201,44 @@ class Scores(Recorder):
         elif event == "eval":
             self.rows.append((fields["epoch"] + 1, time.perf_counter() - self._begin_s, float(fields["top1"])))
 
+    def sentence(self) -> str:
+        """Return when the target was reached, and the last score."""
+        reached = next(
+            (f"after {spent_s:.1f} s (epoch {epoch})" for epoch, spent_s, top1 in self.rows if top1 >= TARGET), ""
+        )
+        epoch, spent_s, top1 = self.rows[-1]
+        return f"{TARGET:.0%} {reached or 'not reached'}, {top1:.2%} after {epoch} epochs and {spent_s:.1f} s"
+
 
 def speedrun(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:
-    """Yield the report of one training to the target."""
+    """Yield the report of a training to the target, and last of one with CUDA graphs too."""
     name, options = "cifar10-speedrun", dict[str, Any](download=False)
     try:
         options |= {"data_dir": images.cifar10()}
         note = ""
     except Skipped as reason:
         name, options, note = "digits", {}, f" Digits, since CIFAR-10 is not at hand: {reason}."
-    scores = Scores()
     limits = {"max_steps": 3, "batch": 64} if is_rehearsal else {}
-    config = override(recipe(name), **options, **limits, strategy="single")
-    train(config, World.alone(device), scores)
-    reached = next((f"{seconds:.1f} s (epoch {epoch})" for epoch, seconds, top1 in scores.rows if top1 >= TARGET), "")
-    epoch, seconds, top1 = scores.rows[-1]
-    yield Report(
-        title=f"{name} on one {name_of(device)}",
-        finding=f"{TARGET:.0%} of the test set {f'after {reached}' if reached else 'not reached'}; {top1:.2%} after "
-        f"{epoch} epochs and {seconds:.1f} s.{note}",
-        columns=("epoch", "seconds", "test accuracy"),
-        rows=[(str(epoch), f"{seconds:.2f}", f"{top1:.4f}") for epoch, seconds, top1 in scores.rows],
-        method="Seconds of the wall clock from the run's start, once data and model are on the device, evaluations and "
-        "the choice of algorithms included; the compiler is not used unless the recipe says so.",
-        n="one run",
-    )
+    findings: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for graphs in ("off", "on"):
+        try:
+            scores = Scores()
+            config = override(recipe(name), **options, **limits, strategy="single", cuda_graphs=graphs)
+            train(config, World.alone(device), scores)
+            findings.append(f"CUDA graphs {graphs}: {scores.sentence()}")
+            rows += [(graphs, str(epoch), f"{spent_s:.2f}", f"{top1:.4f}") for epoch, spent_s, top1 in scores.rows]
+        except RequestError as error:
+            findings.append(f"CUDA graphs {graphs}: {_first_line(error)}")
+        yield Report(
+            title=f"{name} on one {name_of(device)}",
+            finding=f"{'; '.join(findings)}.{note}",
+            columns=("CUDA graphs", "epoch", "seconds", "test accuracy"),
+            rows=rows,
+            method="Seconds of the wall clock from the run's start, once data and model are on the device, evaluations "
+            "and the choice of algorithms included; graphs are recorded before.",
+            n="one run each",
+        )
 
 
 def image_rates(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:

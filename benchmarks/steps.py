@@ -21,13 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from lockstep import RunConfig, World, override
+from lockstep import RequestError, RunConfig, World, override
+from lockstep.jobs.job import assemble
 from lockstep.models import table as models
 from lockstep.record.base import Nothing
 from lockstep.runs.opened import OpenRun
 from lockstep.sessions.session import Session
 
 from .harness import Series
+from .loops import configured, repeated, stepper
 
 Step = Callable[[], object]
 _BATCHES = 100_000  # of an epoch, more than any measurement takes
@@ -119,13 +121,18 @@ def loss_of(scores: Tensor, y: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def plain(network: Network, world: World, wrap: Callable[[Any], Any] = lambda model: model) -> Iterator[Step]:
-    """Give a step of torch alone; `wrap` makes the module that is called."""
+def plain(
+    network: Network, world: World, wrap: Callable[[Any, Tensor], Any] = lambda model, x: model, *, caches: bool = True
+) -> Iterator[Step]:
+    """Give a step of torch alone; `wrap` makes the module that is called. Autocast `caches` weights, or does not."""
     device, model = world.device, network.model(world.device)
-    called, optimizer, (x, y) = wrap(model), network.optimizer(model), network.draw(device)
+    optimizer, (x, y) = network.optimizer(model), network.draw(device)
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, cache_enabled=caches)
+    with autocast():
+        called = wrap(model, x)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast():
             loss = loss_of(called(x), y)
         loss.backward()
         optimizer.step()
@@ -134,9 +141,14 @@ def plain(network: Network, world: World, wrap: Callable[[Any], Any] = lambda mo
     yield step
 
 
-def ddp(model: nn.Module) -> nn.Module:
+def ddp(model: nn.Module, x: Tensor) -> nn.Module:
     """Return torch's DistributedDataParallel over the default process group, whose gradients are views of buckets."""
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def graphed(model: nn.Module, x: Tensor) -> Any:
+    """Return a model whose passes over batches like `x` are CUDA graphs."""
+    return torch.cuda.make_graphed_callables(model, (x,))
 
 
 @contextlib.contextmanager
@@ -168,17 +180,33 @@ def session(network: Network, world: World, *, compiled: bool = False, **options
         opened.abandon_batch()
 
 
+@contextlib.contextmanager
+def trained(network: Network, world: World, **options: Any) -> Iterator[Step]:
+    """Give a step of `lockstep train` in one process. Raises `RequestError` for what it cannot train."""
+    if not network.recipe:
+        raise RequestError("lockstep train takes images here")
+    data = {"data": "fake", "image_size": network.shape[1], "samples": 4 * network.batch}
+    values = {"model": network.recipe, "classes": network.classes, "batch": network.batch, "lr": 0.01}
+    job = assemble(configured(**values, **data, precision="bf16", **options), World.alone(world.device))
+    try:
+        yield stepper(job, repeated(job), steps=1)
+    finally:
+        job.data.close()
+
+
 Way = Callable[[Network, World], contextlib.AbstractContextManager[Step]]
-PLAIN, DDP, SESSION, IN_GROUP = "plain", "plain DDP", "session", "session, ddp"
+PLAIN, DDP, SESSION, IN_GROUP, GRAPHS = "plain", "plain DDP", "session", "session, ddp", "train, graphs"
 EAGER: Mapping[str, Way] = {
     PLAIN: plain,
     DDP: partial(plain, wrap=ddp),
     SESSION: lambda network, world: session(network, World.alone(world.device)),
     IN_GROUP: lambda network, world: session(network, world, batchnorm="local"),
-    "session, graphs": lambda network, world: session(network, World.alone(world.device), cuda_graphs="on"),
+    "train": trained,
+    GRAPHS: partial(trained, cuda_graphs="on"),
+    "plain, graphs": partial(plain, wrap=graphed, caches=False),
 }
 COMPILED: Mapping[str, Way] = {
-    "plain, compiled": partial(plain, wrap=torch.compile),
+    "plain, compiled": partial(plain, wrap=lambda model, x: torch.compile(model)),
     "session, compiled": lambda network, world: session(network, World.alone(world.device), compiled=True),
 }
 
