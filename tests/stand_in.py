@@ -1,29 +1,85 @@
 """A device in Python, `npu`, that computes on the CPU: `python -m tests.stand_in` trains on it as on an accelerator.
 
 Its tensors have the device type that torch keeps for others' devices (PrivateUse1). Code that mixes tensors of two
-devices, or takes whatever is no CPU for CUDA, fails here.
+devices, or takes whatever is no CPU for CUDA, fails here. Its streams make copies as late as possible: when another
+stream waits for them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
+from lockstep.data import order, sets, users
+from lockstep.data.images import Transform
+from lockstep.data.share import SharedLoader
+from lockstep.data.source import Request, Source
+from lockstep.data.transfer import copy_stream
+from lockstep.world.world import World
 
 NAME = "npu"
 
 
+class Stream:
+    """In place of torch.Stream: a queue of copies from the host."""
+
+    active: Stream | None = None
+    """The stream of the innermost `with`; None for the one that computes."""
+
+    def __init__(self, device: Any) -> None:
+        self.queue: list[tuple[Tensor, Tensor]] = []
+        self.begun = self.done = 0
+
+    def __enter__(self) -> Stream:
+        Stream.active = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Stream.active = None
+
+    def put(self, target: Tensor) -> None:
+        """Copy to `target` later; until then, it has other numbers."""
+        self.queue.append((target, target.clone()))
+        target.fill_(1)
+        self.begun += 1
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(stream=self, begun=self.begun)
+
+
+class ComputingStream:
+    """In place of the stream that computes, and has always done all its work."""
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: Any) -> None:
+        stream = event.stream
+        while stream.done < event.begun:
+            target, source = stream.queue.pop(0)
+            target.copy_(source)
+            stream.done += 1
+
+
 class DeviceModule:
     """In place of torch.npu."""
+
+    Stream = Stream
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -75,9 +131,10 @@ class Event:
 
 
 class Stored(torch.Tensor):
-    """A tensor of the device. `held` is its memory, on the CPU."""
+    """A tensor of the device. `held` is its memory, on the CPU; `stream` is that of the copy that made it, if any."""
 
     held: Tensor
+    stream: Stream | None = None
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Stored:
@@ -106,6 +163,9 @@ class Stored(torch.Tensor):
     def tolist(self) -> Any:
         return self.held.tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        self.stream = None
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run(func, args, kwargs or {})
@@ -117,6 +177,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     def lower(value: Any) -> Any:
         if isinstance(value, Stored):
+            if value.stream is not None:
+                raise RuntimeError(f"{func.name()} uses memory of another stream")
             devices.add(NAME)
             stored[id(value.held)] = value
             return value.held
@@ -133,6 +195,13 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if "cpu" in devices and NAME in devices and "copy" not in func.name() and "index" not in func.name():
         raise RuntimeError(f"{func.name()} has tensors of two devices")
     result = func(*lowered, **options)
+    if makes_stored and args and isinstance(args[0], Tensor) and args[0].numel():
+        uploads.append(tuple(args[0].shape))
+        if Stream.active is not None:
+            result = Stored(result)
+            result.stream = Stream.active
+            Stream.active.put(result.held)
+            return result
     is_stored = makes_stored or (to is None and NAME in devices)
 
     def lift(value: Any) -> Any:
@@ -143,6 +212,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return Stored(value) if is_stored and not any(value is arg for arg in args) else value
 
     return tree_map(lift, result)
+
+
+uploads: list[tuple[int, ...]] = []
+"""Shapes of the tensors that were copied from the host to the device."""
 
 
 class Factories(TorchDispatchMode):
@@ -168,10 +241,13 @@ def install() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, DeviceModule())
     # What a device in Python cannot have.
     accelerator: Any = torch.accelerator
-    torch.Event = Event  # type: ignore[assignment, misc]
-    accelerator.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
+    torch.Event, torch.Stream = Event, Stream  # type: ignore[assignment, misc]
+    methods: Any = torch.Tensor
+    methods.pin_memory = lambda tensor, device=None: tensor
+    accelerator.current_stream = lambda device=None: ComputingStream()
     accelerator.memory_allocated = accelerator.max_memory_allocated = lambda device=None: 0
     accelerator.synchronize = lambda device=None: None
+    accelerator.get_memory_info = lambda device=None: (1 << 30, 1 << 30)
 
 
 def main() -> list[float]:
@@ -197,10 +273,75 @@ def main() -> list[float]:
     return losses
 
 
+def read(batches: Iterable[Any], device: torch.device) -> dict[str, list[Any]]:
+    """Return hashes of the batches (x, y, …); at each, the number of copies so far, and of those under way."""
+    uploads.clear()
+    result: dict[str, list[Any]] = {"batches": [], "copies": [], "under way": []}
+    stream: Any = copy_stream(device)
+    for x, y, *_ in batches:
+        result["copies"].append(len(uploads))
+        result["under way"].append(0 if stream is None else len(stream.queue))
+        result["batches"].append([digest(x), digest(y)])
+    return result
+
+
+def digest(tensor: Tensor) -> str:
+    held = tensor.held if isinstance(tensor, Stored) else tensor
+    return hashlib.sha256(held.contiguous().numpy().tobytes()).hexdigest()
+
+
+def data_sets() -> dict[str, Any]:
+    """Return what `read` returns for an epoch of each data set, on the CPU and on the device."""
+    order.CHUNK = 600  # of 1437 images
+
+    def read_source(source: Source, device: torch.device) -> Any:
+        shares = np.array_split(np.random.default_rng(0).permutation(len(source)), 6)
+        with contextlib.closing(source):
+            return read(source.stream(shares, epoch=3), device)
+
+    def built(device: torch.device, **options: Any) -> Source:
+        config = override(RunConfig(), augment=["crop", "flip", "cutout"], image_size=8, samples=1437, **options).data
+        return sets.build(config, seed=1, world=World.alone(device), dtype=torch.float64, channels_last=True).train
+
+    def own(device: torch.device, workers: int) -> Source:
+        config = override(RunConfig(), workers=workers).data
+        request = Request(config=config, seed=1, world=World.alone(device), dtype=torch.float64, channels_last=True)
+        transform = Transform(request, (3, 8, 8), ("crop", "flip"), (0.0,) * 3, (255.0,) * 3, turns=True)
+        return users.Streamed(request, Photos(), "train", 10, transform)
+
+    def read_loader(device: torch.device, workers: int) -> Any:
+        loader = SharedLoader(DataLoader(Photos(), 8, num_workers=workers), World.alone(device), seed=1)
+        with contextlib.closing(loader.micros(0)) as micros:
+            return read((micro.batch for micro in micros), device)
+
+    def read_all(device: torch.device) -> dict[str, Any]:
+        result = {
+            "digits": read_source(built(device, data="digits"), device),
+            "digits in host memory": read_source(built(device, data="digits", on_device="off"), device),
+            "fake": read_source(built(device, data="fake"), device),
+        }
+        for workers, words in enumerate(("no worker", "1 worker")):
+            result[f"own data, {words}"] = read_source(own(device, workers), device)
+            result[f"loader, {words}"] = read_loader(device, workers)
+        return result
+
+    on_cpu, on_device = read_all(torch.device("cpu")), read_all(torch.device(NAME, 0))
+    return {name: (on_cpu[name], on_device[name]) for name in on_cpu}
+
+
+class Photos(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(256, (3, 8, 8), dtype=torch.uint8, generator=generator), index % 10
+
+
 if __name__ == "__main__":
     import lockstep
 
     install()
     with Factories(), Literals():
         runs = lockstep.launch(main, accelerator="cpu", devices=1), lockstep.launch(main, accelerator="npu", devices=1)
-    print(json.dumps(runs))
+        print(json.dumps({"losses": runs, "data": data_sets()}))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,11 @@ from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
-from .images import Plain, Transform, to_device
+from .images import Plain, Transform
 from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
+from .transfer import Transfer, read_ahead
 
 _MOST_WORKERS = 16
 """By default: each holds two batches in shared memory."""
@@ -266,24 +267,31 @@ class Streamed(Source):
         reader = Batches(dataset, _together, name=name, split=split, check=check)
         pins = self._device.type != "cpu"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
+        self._has_workers = workers > 0
 
     def __len__(self) -> int:
         return self._samples
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
+        transfers = self._transfers(shares, epoch)
         try:
-            tasks = ((keys, share, True) for share in shares)  # True: without signatures, which compare ranks
-            for indices, _, batch in self._feed.answers(keys, tasks):
-                if isinstance(batch, LockstepError):
-                    raise batch
-                x, y = batch
-                _check_labels(self._what, y, indices, self.classes)
-                x, y = to_device(x, self._device), to_device(y.long(), self._device)
-                yield Fetched(self._transform(x, indices, epoch), y, indices)
+            for indices, transfer in read_ahead(transfers, self._device) if self._has_workers else transfers:
+                x, y, draws = transfer.finish()
+                yield Fetched(self._transform(x, draws), y, indices)
         except (OSError, EOFError) as error:
             hint = "if the host ran out of memory, use fewer --workers"
             raise RunError(f"A data worker died as it sent samples ({error}): {hint}.") from error
+
+    def _transfers(self, shares: Iterable[Indices], epoch: int) -> Iterator[tuple[Indices, Transfer]]:
+        """Yield each share's indices, and the transfer of its x, y and draws."""
+        keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
+        tasks = ((keys, share, True) for share in shares)  # True: without signatures, which compare ranks
+        for indices, _, batch in self._feed.answers(keys, tasks):
+            if isinstance(batch, LockstepError):
+                raise batch
+            x, y = batch
+            _check_labels(self._what, y, indices, self.classes)
+            yield indices, Transfer((x, y.long(), self._transform.draw(epoch, indices)), self._device)
 
     def close(self) -> None:
         self._feed.close()

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from .. import user_code
 from ..config.schema import RunConfig
 from ..data import users
-from ..data.share import moved
 from ..data.source import hold_out
+from ..data.transfer import Transfer
 from ..errors import RequestError
 from ..models import table as models_table
 from ..models.modes import evaluating
@@ -63,8 +63,9 @@ class OwnStep:
         session.at_end(self._score_at_end)
         self.optimizers = optim.build(self._model, config.optim)
         session.prepare(*self.optimizers)
-        destination = (session.device, session.precision.cast, False)
-        self._check_step([moved(collate(part), *destination) for part in (first, first[:1], first[1:]) if part])
+        parts = (collate(part) for part in (first, first[:1], first[1:]) if part)
+        destination = (session.device, session.precision.cast)
+        self._check_step([Transfer(part, *destination, pins=False).finish() for part in parts])
         steps = self.batches.shared.steps()
         if steps is None and (config.optim.schedule != "constant" or config.optim.warmup):
             raise RequestError(
