@@ -1,8 +1,8 @@
 """A device in Python, `npu`, that computes on the CPU: `python -m tests.stand_in` trains on it as on an accelerator.
 
 Its tensors have the device type that torch keeps for others' devices (PrivateUse1). Code that mixes tensors of two
-devices, or takes whatever is no CPU for CUDA, fails here. Its streams make copies as late as possible: when another
-stream waits for them.
+devices, or takes whatever is no CPU for CUDA, fails here. So does code that uses what another stream has made without
+waiting for it, or lets a stream take memory that the computation may still use.
 """
 
 from __future__ import annotations
@@ -37,43 +37,51 @@ NAME = "npu"
 
 
 class Stream:
-    """In place of torch.Stream: a queue of copies from the host."""
+    """In place of torch.Stream. Its work is done at once; `made` is the number of operations so far.
 
-    active: Stream | None = None
-    """The stream of the innermost `with`; None for the one that computes."""
+    `seen` has that number, of each other stream, when this one last waited for it.
+    """
 
-    def __init__(self, device: Any) -> None:
-        self.queue: list[tuple[Tensor, Tensor]] = []
-        self.begun = self.done = 0
+    def __init__(self, device: Any = None) -> None:
+        self.made, self.seen = 0, dict[Stream, int]()
+        self.events = list[Any]()
+        """Those that nobody has waited for."""
 
-    def __enter__(self) -> Stream:
-        Stream.active = self
-        return self
+    def __enter__(self) -> None:
+        current.append(self)
 
     def __exit__(self, *error: object) -> None:
-        Stream.active = None
-
-    def put(self, target: Tensor) -> None:
-        """Copy to `target` later; until then, it has other numbers."""
-        self.queue.append((target, target.clone()))
-        target.fill_(1)
-        self.begun += 1
-
-    def record_event(self) -> Any:
-        return SimpleNamespace(stream=self, begun=self.begun)
-
-
-class ComputingStream:
-    """In place of the stream that computes, and has always done all its work."""
+        current.pop()
 
     def synchronize(self) -> None: ...
 
+    def record_event(self) -> Any:
+        self.events.append(SimpleNamespace(stream=self, made=self.made))
+        return self.events[-1]
+
     def wait_event(self, event: Any) -> None:
-        stream = event.stream
-        while stream.done < event.begun:
-            target, source = stream.queue.pop(0)
-            target.copy_(source)
-            stream.done += 1
+        event.stream.events.remove(event)
+        self.seen[event.stream] = event.made
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.seen[stream] = stream.made
+
+    def check(self, tensor: Stored) -> None:
+        """Refuse a tensor of another stream that this one has not waited for."""
+        stream, made = tensor.made
+        if stream is not self and self.seen.get(stream, 0) < made:
+            raise RuntimeError("a tensor is used before it is there")
+
+    def allocate(self) -> tuple[Stream, int]:
+        """Return when and where a tensor was made; refuse memory that the computation may use."""
+        if self is not current[0] and self.seen.get(current[0], 0) < current[0].made:
+            raise RuntimeError("a stream has not waited for the computation whose memory it takes")
+        self.made += 1
+        return self, self.made
+
+
+current = [Stream()]
+"""Streams of the enclosing `with` blocks, after the one that computes."""
 
 
 class DeviceModule:
@@ -131,10 +139,10 @@ class Event:
 
 
 class Stored(torch.Tensor):
-    """A tensor of the device. `held` is its memory, on the CPU; `stream` is that of the copy that made it, if any."""
+    """A tensor of the device. `held` is its memory, on the CPU; `made` is (stream, number of its operation)."""
 
     held: Tensor
-    stream: Stream | None = None
+    made: tuple[Stream, int]
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Stored:
@@ -146,7 +154,7 @@ class Stored(torch.Tensor):
             dtype=held.dtype,
             device=torch.device(NAME, 0),
         )
-        made.held = held
+        made.held, made.made = held, current[-1].allocate()
         return made
 
     def untyped_storage(self) -> Any:
@@ -163,9 +171,6 @@ class Stored(torch.Tensor):
     def tolist(self) -> Any:
         return self.held.tolist()
 
-    def record_stream(self, stream: Any) -> None:
-        self.stream = None
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run(func, args, kwargs or {})
@@ -177,8 +182,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     def lower(value: Any) -> Any:
         if isinstance(value, Stored):
-            if value.stream is not None:
-                raise RuntimeError(f"{func.name()} uses memory of another stream")
+            current[-1].check(value)
             devices.add(NAME)
             stored[id(value.held)] = value
             return value.held
@@ -197,11 +201,6 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*lowered, **options)
     if makes_stored and args and isinstance(args[0], Tensor) and args[0].numel():
         uploads.append(tuple(args[0].shape))
-        if Stream.active is not None:
-            result = Stored(result)
-            result.stream = Stream.active
-            Stream.active.put(result.held)
-            return result
     is_stored = makes_stored or (to is None and NAME in devices)
 
     def lift(value: Any) -> Any:
@@ -244,7 +243,7 @@ def install() -> None:
     torch.Event, torch.Stream = Event, Stream  # type: ignore[assignment, misc]
     methods: Any = torch.Tensor
     methods.pin_memory = lambda tensor, device=None: tensor
-    accelerator.current_stream = lambda device=None: ComputingStream()
+    accelerator.current_stream = lambda device=None: current[-1]
     accelerator.memory_allocated = accelerator.max_memory_allocated = lambda device=None: 0
     accelerator.synchronize = lambda device=None: None
     accelerator.get_memory_info = lambda device=None: (1 << 30, 1 << 30)
@@ -280,14 +279,13 @@ def read(batches: Iterable[Any], device: torch.device) -> dict[str, list[Any]]:
     stream: Any = copy_stream(device)
     for x, y, *_ in batches:
         result["copies"].append(len(uploads))
-        result["under way"].append(0 if stream is None else len(stream.queue))
-        result["batches"].append([digest(x), digest(y)])
+        result["under way"].append(0 if stream is None else len(stream.events))
+        result["batches"].append([digest(x * 1), digest(y)])  # computes
     return result
 
 
 def digest(tensor: Tensor) -> str:
-    held = tensor.held if isinstance(tensor, Stored) else tensor
-    return hashlib.sha256(held.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def data_sets() -> dict[str, Any]:

@@ -34,6 +34,7 @@ from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
 from ..command import ROOT
+from ..stand_in import Stream
 
 SOURCE = Path(lockstep.__file__).parent
 CUDAS_OWN = {
@@ -260,13 +261,15 @@ def test_a_devices_batches_are_a_cpus_and_copied_once_an_epoch_or_before_they_ar
         "loader, 1 worker": [4, 6, 8, 10, 10],
     }
     assert {name: counts for name, counts in under_way.items() if any(counts)} == {
-        "own data, 1 worker": [3, 3, 3, 3, 3, 0],  # those of the next batch
-        "loader, 1 worker": [2, 2, 2, 2, 0],
+        "own data, 1 worker": [1, 1, 1, 1, 1, 0],  # the next batch
+        "loader, 1 worker": [1, 1, 1, 1, 0],
     }
 
 
 def test_reading_ahead_keeps_the_order_the_errors_and_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "copy_stream", lambda device: device)
+    stream: Any = Stream()
+    monkeypatch.setattr(transfer, "copy_stream", lambda device: stream if device.type == "cuda" else None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     items = [torch.tensor(number) for number in range(3)]
     alive, read = [*map(weakref.ref, items)], list[int]()
 
@@ -276,7 +279,7 @@ def test_reading_ahead_keeps_the_order_the_errors_and_no_batch(monkeypatch: pyte
             yield items.pop(0)
         raise OSError("the end of the disk")
 
-    ahead = transfer.read_ahead(source(), torch.device("cuda"))
+    ahead = transfer.map_ahead(lambda item: item, source(), torch.device("cuda"))
     for number in range(3):
         item = next(ahead)
         assert (int(item), len(read)) == (number, min(number + 2, 3))
@@ -284,8 +287,7 @@ def test_reading_ahead_keeps_the_order_the_errors_and_no_batch(monkeypatch: pyte
         assert alive[number]() is None
     with pytest.raises(OSError, match="the end of the disk"):
         next(ahead)
-    on_cpu = transfer.read_ahead(iter([1]), torch.device("cpu"))
-    assert list(on_cpu) == [1]
+    assert list(transfer.map_ahead(str, iter([1]), torch.device("cpu"))) == ["1"]
 
 
 def test_a_group_has_the_devices_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:

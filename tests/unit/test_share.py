@@ -23,7 +23,7 @@ from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
 from lockstep.data.ranks import signature
 from lockstep.data.share import Micro, SharedLoader
-from lockstep.data.transfer import Transfer
+from lockstep.data.transfer import moved
 from lockstep.errors import RequestError, RunError
 from lockstep.world.random_state import Generators
 from lockstep.world.topology import Topology
@@ -313,8 +313,7 @@ def test_a_batch_is_moved_and_cast_whatever_its_shape() -> None:
     x, y = torch.zeros(2), torch.ones(2, dtype=torch.int64)
     batch: list[Any] = [Point(x, y), Labelled(x, y), {"a": (x, "name", None)}, Encoding(x=x)]
     batch.append(torch.nn.utils.rnn.pack_sequence([x]))
-    moved = Transfer(batch, torch.device("meta"), torch.float64, pins=False).finish()
-    point, labelled, mapping, encoding, packed = moved
+    point, labelled, mapping, encoding, packed = moved(batch, torch.device("meta"), torch.float64, False)
     assert all(part.is_meta for part in (point.x, point.y, mapping["a"][0], encoding["x"], packed.data))
     for each, kind in ((point, Point), (labelled, Labelled)):
         assert (type(each), each.x.dtype, each.y.dtype) == (kind, torch.float64, torch.int64)

@@ -10,7 +10,6 @@ import copy
 import operator
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from .feed import GENERATORS, MIXES, PACKS, Batches, Feed, Stream, seed
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
-from .transfer import Transfer, read_ahead
+from .transfer import map_ahead, moved
 
 _GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
@@ -122,7 +121,7 @@ class SharedLoader:
             **{name: getattr(loader, name) for name in ("timeout", "multiprocessing_context", "prefetch_factor")},
         }
         self._feed = Feed(Batches(loader.dataset, loader.collate_fn), stays=loader.persistent_workers, **self._options)
-        self._transfer = partial(Transfer, device=world.device, dtype=dtype, pins=loader.pin_memory)
+        self._destination = (world.device, dtype, loader.pin_memory)
         # A DataLoader's batches are on the CPU: there `Tensor.to` would have nothing to do.
         self._moves = world.device.type != "cpu" or dtype is not None
         self._signatures: list[Signature | None] | None = None
@@ -264,8 +263,9 @@ class SharedLoader:
         # No reference to a yielded batch stays here: a session checks whether the user still has the batch.
         micros: Iterator[Micro] = filter(None, map(self._to_micro, answers := self._feed.answers(keys, tasks)))
         if self._moves:
-            # Only workers read ahead: without them, a data set may change between two batches.
-            micros = map(_finished, read_ahead(micros, self._world.device) if self.workers else micros)
+            # Without workers, nothing is read ahead: the loop may change its data set between two batches.
+            move, device = self._moved, self._world.device
+            micros = map_ahead(move, micros, device) if self.workers else map(move, micros)
         return Micros(micros, answers)
 
     def _to_micro(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
@@ -274,7 +274,10 @@ class SharedLoader:
             if self._signatures is None:
                 self._signatures, self._collation = batch
             return None
-        return Micro(self._transfer(batch) if self._moves else batch, share, indices[: share.size])
+        return Micro(batch, share, indices[: share.size])
+
+    def _moved(self, micro: Micro) -> Micro:
+        return micro._replace(batch=moved(micro.batch, *self._destination))
 
     def _training(self, epoch: int, first: int, drawn_as: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
@@ -322,11 +325,6 @@ class SharedLoader:
         finally:
             for generator, state in zip(generators, states, strict=True):  # the user may draw from it, too
                 generator.set_state(state)
-
-
-def _finished(micro: Micro) -> Micro:
-    """Return the micro-batch with its batch in place of the transfer."""
-    return micro._replace(batch=micro.batch.finish())
 
 
 def _global_batch(loader: Any) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from .images import Plain, Transform
 from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
-from .transfer import Transfer, read_ahead
+from .transfer import map_ahead, to_device
 
 _MOST_WORKERS = 16
 """By default: each holds two batches in shared memory."""
@@ -273,25 +273,26 @@ class Streamed(Source):
         return self._samples
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        transfers = self._transfers(shares, epoch)
+        keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
+        # True: without signatures, which compare ranks.
+        answers = self._feed.answers(keys, ((keys, share, True) for share in shares))
+        fetch = partial(self._fetch, epoch=epoch)
         try:
-            for indices, transfer in read_ahead(transfers, self._device) if self._has_workers else transfers:
-                x, y, draws = transfer.finish()
-                yield Fetched(self._transform(x, draws), y, indices)
+            yield from map_ahead(fetch, answers, self._device) if self._has_workers else map(fetch, answers)
         except (OSError, EOFError) as error:
             hint = "if the host ran out of memory, use fewer --workers"
             raise RunError(f"A data worker died as it sent samples ({error}): {hint}.") from error
 
-    def _transfers(self, shares: Iterable[Indices], epoch: int) -> Iterator[tuple[Indices, Transfer]]:
-        """Yield each share's indices, and the transfer of its x, y and draws."""
-        keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
-        tasks = ((keys, share, True) for share in shares)  # True: without signatures, which compare ranks
-        for indices, _, batch in self._feed.answers(keys, tasks):
-            if isinstance(batch, LockstepError):
-                raise batch
-            x, y = batch
-            _check_labels(self._what, y, indices, self.classes)
-            yield indices, Transfer((x, y.long(), self._transform.draw(epoch, indices)), self._device)
+    def _fetch(self, answer: tuple[Indices, Any, Any], epoch: int) -> Fetched:
+        """Return a share that was read, on the device."""
+        indices, _, batch = answer
+        if isinstance(batch, LockstepError):
+            raise batch
+        x, y = batch
+        _check_labels(self._what, y, indices, self.classes)
+        draws = self._transform.draw(epoch, indices)
+        x, y, draws = (to_device(tensor, self._device) for tensor in (x, y.long(), draws))
+        return Fetched(self._transform(x, draws), y, indices)
 
     def close(self) -> None:
         self._feed.close()

@@ -18,7 +18,7 @@ from .. import user_code
 from ..config.schema import RunConfig
 from ..data import users
 from ..data.source import hold_out
-from ..data.transfer import Transfer
+from ..data.transfer import moved
 from ..errors import RequestError
 from ..models import table as models_table
 from ..models.modes import evaluating
@@ -63,9 +63,8 @@ class OwnStep:
         session.at_end(self._score_at_end)
         self.optimizers = optim.build(self._model, config.optim)
         session.prepare(*self.optimizers)
-        parts = (collate(part) for part in (first, first[:1], first[1:]) if part)
-        destination = (session.device, session.precision.cast)
-        self._check_step([Transfer(part, *destination, pins=False).finish() for part in parts])
+        destination = (session.device, session.precision.cast, False)
+        self._check_step([moved(collate(part), *destination) for part in (first, first[:1], first[1:]) if part])
         steps = self.batches.shared.steps()
         if steps is None and (config.optim.schedule != "constant" or config.optim.warmup):
             raise RequestError(
