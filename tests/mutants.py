@@ -702,6 +702,32 @@ ranks add up what does not match: world/shared_memory.py
 - if words[peer, _KIND + turn] != kind:
 + if False:
 # laws 10 and 12
+= unit/test_accelerators.py::test_a_devices_batches_are_a_cpus_and_copied_once_an_epoch_or_before_they_are_needed
+a batch is used before it is copied: data/transfer.py
+- torch.accelerator.current_stream(device).wait_event(events.popleft())
++ pass
+a batch's memory is used again while the device computes: data/transfer.py
+- stream.wait_stream(torch.accelerator.current_stream(device))
++ pass
+a batch waits for the next one's copy: data/transfer.py
+- torch.accelerator.current_stream(device).wait_event(events.popleft())
++ torch.accelerator.current_stream(device).wait_event(events.pop())
+places and draws are copied for each batch: data/resident.py
+- if samples >= order.CHUNK or len(chunk) == _SHARES:
++ if True:
+a batch is copied when it is needed: data/users.py
+- map_ahead(fetch, answers, self._device) if self._has_workers else map(fetch, answers)
++ map(fetch, answers)
+a loader's batch is copied when it is needed: data/share.py
+- map_ahead(move, micros, device) if self.workers else map(move, micros)
++ map(move, micros)
+a data set that may change is read ahead: data/share.py
+- map_ahead(move, micros, device) if self.workers else map(move, micros)
++ map_ahead(move, micros, device)
+= unit/test_accelerators.py::test_reading_ahead_keeps_the_order_the_errors_and_no_batch
+an error of the next batch drops one: data/transfer.py
+- while len(made) > (not is_over):
++ while len(made) > 1:
 = unit/test_trust.py::test_code_that_a_file_names_is_not_imported[eval run]
 code is imported where a run names it: cli/flags.py
 - if imports:
