@@ -33,10 +33,17 @@ eval gone                              | gone is not there
 eval trained --epochs 3                | no use for --epochs
 eval trained --split valid             | 'valid' | did you mean validation?
 eval trained --predictions x.txt       | x.txt | a file .csv
+export --to onnx                       | No run given
+export gone --to onnx                  | gone is not there
+export trained                         | Unknown format of --to | onnx, safetensors, torch.export
+export trained --to onxx               | did you mean onnx?
+export trained --to onnx --epochs 3    | lockstep export has no use for --epochs
+export trained --to onnx --output file | --output file exists
 diff                                   | compares two checkpoints, found 0
 diff a b --tolerance nan               | --tolerance nan: give a finite number
 submit pbs digits                      | Unknown scheduler 'pbs'
 submit slurm digits                    | sbatch is not on PATH
+submit kubernetes digits               | No --image given
 doctor --batch 3                       | no use for --batch
 """
 
@@ -68,6 +75,8 @@ TRAIN = """
 --accumulate 33 --devices 2            | 33 micro-batches on 2 devices | a smaller --accumulate
 --micro-batch 1 --batch 5 --devices 4  | 2 micro-batches on 4 devices | a larger --micro-batch
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
+--profile 5:2                          | --profile 5:2 | such as 10:15
+--profile 0:2                          | --profile 0:2 | from 1 up
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
 --exchange-every 9                     | --exchange-every belongs to --exchange local-sgd or diloco

@@ -34,7 +34,7 @@ IDENTITY = (
 )
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 OF_A_SESSION = (
-    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
+    *("output", "resume", "checkpoint-every", "log-every", "profile", "verify-every", "ledger", "seed", "max-steps"),
     *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "shard-modules", "shard-size", "shard-reshard"),
     *("exchange", "exchange-every", "powersgd-rank", "powersgd-start", "precision", "deterministic"),
     *("checkpoint-activations", "timeout", "stall-timeout", "collectives"),

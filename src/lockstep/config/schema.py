@@ -246,6 +246,14 @@ class RecordConfig:
     output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # Folder of the run; default: runs/NAME.
     log_every: Annotated[int, _key(metavar="STEPS")] = 50  # Steps between log lines; fewer if steps are slow.
     quiet: bool = False  # Print only warnings, errors and one final line.
+    profile: Annotated[str, _key(metavar="FROM:TO")] = ""
+    """Trace these optimizer steps by torch.profiler, such as 10:15: a file per rank in profile/, and a summary."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The optimizer steps of --profile, counted from 1."""
+        first, last = map(int, self.profile.split(":"))
+        return range(first, last + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +380,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--gpus {parallel.gpus}: give different indices with commas, such as 0,1."
     if parallel.gpus and parallel.devices not in (None, count := len(parallel.gpu_indices)):
         yield f"--devices {parallel.devices} disagrees with --gpus {parallel.gpus}, which names {count}; give one."
+    is_span = re.fullmatch(r"([1-9]\d{0,17}:[1-9]\d{0,17})?", config.record.profile, re.ASCII)
+    if not is_span or (config.record.profile and not config.record.profiled_steps):
+        yield f"--profile {config.record.profile}: give the first and the last step, from 1 up, such as 10:15."
     if parallel.gpus and parallel.accelerator == "cpu":
         yield f"--gpus {parallel.gpus} disagrees with --accelerator cpu."
     if parallel.rank is not None and parallel.world_size is None:

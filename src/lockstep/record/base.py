@@ -14,6 +14,8 @@ Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and li
     checkpoint  step, path; once it is synced to disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and the user's values by name
+    profile     step, first_step, step_s and wait_s (by rank), slowest (a rank), folder, operations (of rank 0: name,
+                self_s, share); times are means of a step
     warning     text
     proof       checks so far, in the form of summary.json
     finish      the fields of summary.json

@@ -26,6 +26,7 @@ def session(
     resume: str = "",
     checkpoint_every: int | None = None,
     log_every: int = 50,
+    profile: str = "",
     verify_every: int | None = None,
     ledger: bool = False,
     seed: int = 0,
@@ -60,6 +61,7 @@ def session(
     - `resume`: "auto" (the last checkpoint in `output`, if any), or the path of a checkpoint or a run.
     - `checkpoint_every`: optimizer steps between checkpoints. Default: an epoch.
     - `log_every`: optimizer steps between log lines (fewer for slow steps).
+    - `profile`: optimizer steps to trace by torch.profiler, such as "10:15", into `output`'s folder.
     - `verify_every`: optimizer steps between comparisons of all ranks' weights; every checkpoint also follows one. 0
       disables all. Default: as often as costs under 0.5 % of the time.
     - `ledger`: count each sample in every epoch and evaluation; stop unless it came exactly once.
