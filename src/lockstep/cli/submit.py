@@ -20,7 +20,7 @@ _TYPES: dict[str, type] = {
     "--sbatch": list,
     "--dry-run": bool,
 }
-_SET_BY_SCRIPT = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
+_SET_BY_SCRIPT = ("output", "remote", "resume", "devices", "nodes", "accelerator", "launcher")
 """Options of the run that the script sets."""
 
 
@@ -64,7 +64,8 @@ def main(words: list[str]) -> int:
     folder, is_new = folders.reserve(config, make=not is_dry)
     try:
         verb = "run" if is_script else "train"
-        command = commands.python("lockstep", verb, *flags.without(run_words, _SET_BY_SCRIPT))
+        remote = ("--remote", config.record.remote) if config.record.remote else ()
+        command = commands.python("lockstep", verb, *flags.without(run_words, _SET_BY_SCRIPT), *remote)
         text = submit.render(job, folder, command, script)
         if is_dry:
             output.show(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..checkpoint import Checkpoints, peek
 from ..checkpoint.state import State
 from ..files import DEFECTS, shown
+from ..monitor.progress import SETUP
 from ..world.world import World
 from .folders import unwritable
 from .opened import OpenRun
@@ -41,7 +42,7 @@ class Saver:
         if state is not None and origin is not None and origin.resolve().parent == folder.resolve():
             self._on_disk = state.meta["step"]
         try:
-            return Checkpoints(folder, warn=warn, saved=saved, origin=origin)
+            return Checkpoints(folder, warn=warn, saved=saved, origin=origin, keep=self._run.config.checkpoint.keep)
         except OSError as error:
             raise unwritable(folder, error) from error
 
@@ -75,6 +76,8 @@ class Saver:
         """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk."""
         with self._world.progress.during("save"):
             self.close()
+        with self._world.progress.during(SETUP):  # it may last: rank 0 waits for uploads, the others for it
+            self._run.recorder.flush()
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
             return "", self._resume_hint
