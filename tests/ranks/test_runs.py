@@ -96,7 +96,14 @@ def test_hosts_without_a_common_disk_go_on_from_a_store(pool: RankPool, tmp_path
     assert [step for step, _ in found] == [3, 3]
     assert {"steps.jsonl", "summary.json", "checkpoints"} <= {*found[0][1]}
     assert found[1][1] == ["checkpoints"]
+    assert [(folder / "checkpoints" / "best").exists() for folder in folders] == [True, False]
     assert pool.run(2, _restored, [tmp_path / "one"] * 2, url) == [found[0]] * 2
+    # Killed before the last upload: what only one of them has is of no use.
+    checkpoints = folders[0] / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000009")
+    (checkpoints / "last").unlink()
+    (checkpoints / "last").symlink_to("step-00000009")
+    assert [step for step, _ in pool.run(2, _restored, folders, url)] == [3, 3]
 
 
 def test_a_run_that_is_taken_up_has_no_end_until_it_ends_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

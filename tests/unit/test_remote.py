@@ -147,7 +147,8 @@ def _save(saver: Checkpoints, step: int, value: float, *, best: bool = False) ->
 def _moments(run: Path) -> list[Path]:
     """Return copies of a run's folder at the moments of its uploads.
 
-    The last but one has another checkpoint by a name that it had before, of a branch that the run has left.
+    The fourth has another checkpoint by a name that it had before, and the last one ends before the one before it, since
+    the run has gone back.
     """
     moments: list[Path] = []
 
@@ -164,6 +165,9 @@ def _moments(run: Path) -> list[Path]:
     _save(saver, 30, -1, best=True)
     keep()
     _save(saver, 40, 40)
+    keep()
+    saver = Checkpoints(run / "checkpoints", warn=pytest.fail, origin=run / "checkpoints" / "step-00000030")
+    _save(saver, 35, 35)
     keep()
     return moments
 
@@ -185,7 +189,7 @@ def test_an_upload_that_breaks_off_anywhere_leaves_complete_checkpoints(
         change, broken = 0, broken + 1
         MemoryFileSystem.store.clear()
         for number, moment in enumerate(moments):
-            if number in (0, 3):  # the start of a process
+            if number in (0, 3, 5):  # the start of a process
                 upload = remote.Upload(override(RunConfig(), output=moment, remote=URL), pytest.fail)
             upload._folder = moment
             try:
@@ -193,9 +197,9 @@ def test_an_upload_that_breaks_off_anywhere_leaves_complete_checkpoints(
             except OSError:
                 _targets(store, tmp_path / "scratch")
                 upload._upload()
-        assert _targets(store, tmp_path / "scratch") == {"last": 40, "best": 30}
+        assert _targets(store, tmp_path / "scratch") == {"last": 35, "best": 30}
         names = [name for name in store.names("checkpoints") if name.startswith("step")]
-        assert names == ["step-00000030", "step-00000040"]
+        assert names == ["step-00000030", "step-00000035"]
     assert broken > 30
 
 

@@ -42,7 +42,7 @@ def claim(config: RunConfig, *, earlier: Path | None = None) -> Iterator[Path]:
     raises `RequestError` before any step, removes the files written, so that the user can repeat the command.
     """
     path = check(config, earlier=earlier)
-    if path is not None and path == earlier and not (path / LOCK).exists():
+    if path is not None and path == earlier and not (path / LOCK).exists() and not config.record.remote:
         # Other nodes than rank 0's have at most written their ranks' output to a folder of that name.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: its "

@@ -124,15 +124,15 @@ def _reaching(url: str) -> Iterator[None]:
 def restore(config: RunConfig, world: World, *, is_restart: bool, must_exist: bool) -> None:
     """Claim the run's folder in the store; download the checkpoint that the run continues (*collective*).
 
-    Each host without that checkpoint downloads it. Raises `RequestError` for a store that cannot be used, and for a
-    folder of another run; with `must_exist`, also without a checkpoint.
+    Each host without it downloads it; one that the store lacks counts if all hosts have it. Raises `RequestError` for a
+    store that cannot be used, and for a folder of another run; with `must_exist`, also without a checkpoint.
     """
     store, folder, resume = Store(config.record.remote), config.record.output or Path(), config.checkpoint.resume
     is_own = is_restart or resume == "auto" or (resume and folders.run_of(Path(resume).absolute()) == folder)
 
-    def claim() -> str:
-        if is_restart and (local := _newest(folder)):
-            return local  # a store that is down for a while ends no run
+    def claim() -> tuple[str, str]:
+        if is_restart and world.topology.nodes == 1 and (local := _newest(folder)):
+            return local, ""  # a store that is down for a while ends no run
         with _reaching(store.url):
             claim = functools.partial(_claim, store, folder, is_own=bool(is_own), must_exist=must_exist)
             return bounded.within(_ANSWER_S, claim, "store")
@@ -142,7 +142,9 @@ def restore(config: RunConfig, world: World, *, is_restart: bool, must_exist: bo
             with _reaching(store.url):
                 store.download(folder, name, is_whole=world.is_main)
 
-    name = world.from_main(claim)
+    newest, there = world.from_main(claim)
+    has_newest = newest == there or (folder / "checkpoints" / newest).exists()
+    name = newest if all(world.gather(has_newest)) else there
     for is_turn in (world.is_main, world.topology.local_rank == 0):  # other hosts may share rank 0's disk
         world.together(functools.partial(download, is_turn and bool(name)))
 
@@ -157,10 +159,11 @@ def _number(name: str) -> tuple[int, int]:
     return parse_name(Path(name)) or (-1, 0)
 
 
-def _claim(store: Store, folder: Path, *, is_own: bool, must_exist: bool) -> str:
-    """Check and mark the folder in the store; return the name of the newest checkpoint there or here, or ""."""
-    last = max(_newest(folder), store.target("last"), key=_number)
-    if must_exist and not last:
+def _claim(store: Store, folder: Path, *, is_own: bool, must_exist: bool) -> tuple[str, str]:
+    """Check and mark the folder in the store; return the names of the newest checkpoint, and of the last one there."""
+    last = store.target("last")
+    newest = max(_newest(folder), last, key=_number)
+    if must_exist and not newest:
         raise RequestError(f"--resume {store.url}: there is no complete checkpoint; check the URL.")
     if not is_own and any(fnmatch(name, pattern) for name in store.names() for pattern in folders.WRITTEN):
         raise RequestError(f"{store.url} holds a run already: continue it with --resume auto, or give another URL.")
@@ -173,7 +176,7 @@ def _claim(store: Store, folder: Path, *, is_own: bool, must_exist: bool) -> str
     with contextlib.suppress(FileExistsError, NotImplementedError):
         store.files.mkdir("", create_parents=False)  # and no bucket
     store.files.pipe_file(LOCK, f"process {os.getpid()} on {platform.node()}\n".encode())  # fails without permission
-    return last if is_own else ""
+    return (newest, last) if is_own else ("", "")
 
 
 def fetched(url: str) -> Path:

@@ -21,7 +21,8 @@ class Saver:
 
     def __init__(self, folder: Path, run: OpenRun, world: World) -> None:
         """Open the folder's checkpoints (*collective*)."""
-        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {shown(folder)}"
+        place = run.config.record.remote or shown(folder)
+        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {place}"
         self._run, self._world = run, world
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)
