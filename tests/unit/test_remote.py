@@ -147,8 +147,8 @@ def _save(saver: Checkpoints, step: int, value: float, *, best: bool = False) ->
 def _moments(run: Path) -> list[Path]:
     """Return copies of a run's folder at the moments of its uploads.
 
-    The fourth has another checkpoint by a name that it had before, and the last one ends before the one before it, since
-    the run has gone back.
+    The fourth has another checkpoint by a name that was there before, and the last one's is before those of the fifth,
+    since the run has gone back.
     """
     moments: list[Path] = []
 
