@@ -399,7 +399,7 @@ the last checkpoint is deleted before there is another: checkpoint/write.py
 +     part.replace(link)
 the last checkpoint is pointed to before the best: checkpoint/write.py
 -         if best:  # first:
-+         _point(folder / "last", final)
++         point(folder / "last", final)
 +         if best:  #
 an old checkpoint is deleted under its own name: checkpoint/write.py
 - folder.rename(hidden)
@@ -438,6 +438,31 @@ a run that is stopped does not save: runs/loop.py
 - if self._saved_at != step:
 -             self.save()
 + pass
+= unit/test_checkpoint.py::test_the_last_ones_are_kept_that_the_run_goes_on_from[2-begun1-resumed1]
+checkpoints of a branch that the run has left are kept: checkpoint/write.py
+- self._own = checkpoints[: checkpoints.index(newest) + 1] if newest in checkpoints else []
++ self._own = checkpoints
+= unit/test_remote.py::test_an_upload_that_breaks_off_anywhere_leaves_complete_checkpoints
+a store has a checkpoint's checksums before its tensors: runs/remote.py
+- key=lambda path: path.name == SUMS
++ key=lambda path: path.name != SUMS
+a checkpoint in a store is replaced while it is the last: runs/remote.py
+- if store.target(link) == folder.name:
++ if False:
+a store keeps the checkpoints of a branch that the run has left: runs/remote.py
+- if _number(name) <= _number(targets[-1])
++ if True
+= unit/test_remote.py::test_a_checkpoint_that_the_run_deletes_meanwhile_is_uploaded
+what the run deletes is lost to the upload: runs/remote.py
+- (part / path.name).hardlink_to(path)
++ (part / path.name).symlink_to(path)
+= ranks/test_runs.py::test_hosts_without_a_common_disk_go_on_from_a_store
+rank 0 goes on from what no other host has: runs/remote.py
+- name = newest if all(world.gather(has_newest)) else there
++ name = newest if world.gather(has_newest) else there
+the best checkpoint stays in the store: runs/remote.py
+- self.target("best") if is_whole else ""
++ ""
 # law 7: replicas are the same bits, and proofs see what is not
 = unit/test_digest.py::test_one_bit_is_seen_and_its_tensor_named
 a digest is blind to the lowest bit: checks/digest.py

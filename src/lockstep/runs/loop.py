@@ -404,6 +404,7 @@ class Loop:
         self.summary = plain('session.on("end")', self.callbacks.call("end", **fields)) | fields
         self._record_checks()
         self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
+        self.recorder.flush()  # while Python can start threads, unlike at the end of a script
         if reason:
             raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {reason}; {hint}.")
         self._stop_handling.close()
