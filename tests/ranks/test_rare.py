@@ -30,7 +30,15 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "AdamW": {"lr": 0.01},
 }
 VALUES: dict[str, Any] = {"model": "tests.models:Normed", "data": "fake", "image_size": 8, "batch": 50, "samples": 337}
-VALUES |= {"clip": 0.2, "max_steps": 9, "ema": 0.9, "checkpoint_every": 2, "exchange_every": 3, "optimizer": "adamw", "lr": 1e-3}
+VALUES |= {
+    "clip": 0.2,
+    "max_steps": 9,
+    "ema": 0.9,
+    "checkpoint_every": 2,
+    "exchange_every": 3,
+    "optimizer": "adamw",
+    "lr": 1e-3,
+}
 
 
 def net() -> nn.Sequential:

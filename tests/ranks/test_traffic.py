@@ -105,7 +105,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsdp that gathers once": {"strategy": "fsdp", "shard_reshard": False, "accumulate": 3},
     "fsdp in 16 bits": {"strategy": "fsdp", "exchange": "bf16"},
 }
-_FAST = [pytest.param(name, marks=[pytest.mark.slow] * (name == "fsdp")) for name in METHODS]  # which its variants cover
+_FAST = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "fsdp")) for name in METHODS
+]  # which its variants cover
 _MORE, _MORE_BYTES = 0.02, 5200  # of TCP beyond the tensors: headers of ranks and gloo, by size and by peer
 
 

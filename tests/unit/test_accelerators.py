@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +28,7 @@ from lockstep.world.random_state import Generators, seed_all
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
-from ..command import ROOT
+from ..command import end, start
 
 SOURCE = Path(lockstep.__file__).parent
 CUDAS_OWN = {
@@ -220,16 +217,14 @@ def test_steps_and_memory_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_a_session_trains_on_a_device_that_is_no_cpu(tmp_path: Path) -> None:
     """One process, with checkpoints and all: its tensors mix with no others. Groups of ranks need a real backend."""
-    env = os.environ | {"PYTHONPATH": f"{SOURCE.parent}:{ROOT}"}
-    command = [sys.executable, "-m", "tests.stand_in"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    on_cpu, on_device = json.loads(done.stdout)
+    done = end(start(tmp_path, module="tests.stand_in"))
+    assert done.code == 0, done.err
+    on_cpu, on_device = json.loads(done.out)
     assert on_cpu == on_device
     assert len(on_cpu) == 8
-    assert "1 × npu" in done.stderr
-    assert "lockstep: warning" not in done.stderr
-    assert "No resumed run" not in done.stderr
+    assert "1 × npu" in done.err
+    assert "lockstep: warning" not in done.err
+    assert "No resumed run" not in done.err
 
 
 def test_a_group_has_the_devices_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
