@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.checkpoint.shards import whole
+from lockstep.checkpoint.shards import full_tensor
 from lockstep.errors import RequestError, RunError
 from lockstep.exchange.blocks import check_found, find_blocks, inner_classes
 from lockstep.world.world import World
@@ -86,7 +86,7 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
                 session.backward(loss, weight=has_label.sum(), retain_graph=True)
                 session.backward(0.1 * scores.square().mean())
                 norm = nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-                assert float(session.max(norm)) == pytest.approx(float(whole(norm)))
+                assert float(session.max(norm)) == pytest.approx(float(full_tensor(norm)))
                 session.log(norm=norm)
                 losses.append(float(session.mean(scores.detach().square().mean())))
                 optimizer.step()
@@ -94,7 +94,9 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
     if strategy == "fsdp":
         with pytest.raises(RequestError, match="would have this rank's part alone"):
             net.blocks[0].state_dict()
-    return losses, {name: whole(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+    return losses, {
+        name: full_tensor(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())
+    }
 
 
 ACCUMULATE = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
@@ -157,7 +159,7 @@ def two_parts(world: World, strategy: str) -> dict[str, Tensor]:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-    return {name: whole(tensor).clone() for part in (first, second) for name, tensor in part.named_parameters()}
+    return {name: full_tensor(tensor).clone() for part in (first, second) for name, tensor in part.named_parameters()}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -222,12 +224,12 @@ def overflow(world: World) -> list[bool]:
     with session:
         for _ in session.epochs(1):
             for number, (x,) in enumerate(loader):
-                before = [whole(parameter).clone() for parameter in net.parameters()]
+                before = [full_tensor(parameter).clone() for parameter in net.parameters()]
                 output = net(x)
                 session.backward((output[:, 7] * (1e5 if number == 0 else 1.0)).mean() + 0 * output.sum())
                 optimizer.step()
                 optimizer.zero_grad()
-                after = [whole(parameter) for parameter in net.parameters()]
+                after = [full_tensor(parameter) for parameter in net.parameters()]
                 changed.append(not all(map(torch.equal, before, after)))
         assert str(session.prepared.exchange.settings["fused"]).startswith("off")
     return changed

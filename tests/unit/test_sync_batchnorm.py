@@ -96,14 +96,14 @@ def test_operators_agree_with_their_rules_for_the_compiler(affine: bool) -> None
     forward: Any = synchronous(layer)
     x, dy, statistics, order = _drawn(4, 3, 2, 2), _drawn(4, 3, 2, 2), (torch.zeros(3), torch.ones(3)), torch.zeros(())
     shared = order, 1e-5, False, forward.key
-    moments = torch.zeros(3), torch.ones(3), torch.tensor([16], dtype=torch.int32)
+    moments = [torch.zeros(3), torch.ones(3), torch.tensor([16], dtype=torch.int32)]
     operators = torch.ops.lockstep
     torch.library.opcheck(operators.batch_norm_statistics.default, (x, *statistics, None, order, 0.1, *shared[1:]))
-    inputs = (x.clone().requires_grad_(), layer.weight, layer.bias, *moments, *shared)
+    inputs = (x.clone().requires_grad_(), layer.weight, layer.bias, moments, *shared)
     torch.library.opcheck(operators.batch_norm_normalise.default, inputs)
     weight = layer.weight.detach() if affine else None
     for exchanges in (True, False):
-        torch.library.opcheck(operators.batch_norm_gradients.default, (dy, x, weight, *moments, *shared, exchanges))
+        torch.library.opcheck(operators.batch_norm_gradients.default, (dy, x, weight, moments, *shared, exchanges))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
