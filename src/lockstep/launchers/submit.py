@@ -102,14 +102,9 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
     flags = ["--resume", "auto"]
     flags += ["--nodes", f"{nodes}"] if nodes > 1 else []
     flags += ["--devices", f"{task_devices}"] if task_devices else []
-    # So that the run is refused on a node without a working driver, and does not train on the CPU.
-    flags += (
-        ["--accelerator", "cuda" if accelerator == "auto" else accelerator]
-        if gpus
-        else ["--accelerator", "cpu"]
-        if accelerator == "cpu"
-        else []
-    )
+    if gpus and accelerator == "auto":
+        accelerator = "cuda"  # a node without a working driver then refuses the run, and does not train on its CPU
+    flags += ["--accelerator", accelerator] if accelerator != "auto" else []
     options = {**options, "--nodes": f"{nodes}", "--ntasks-per-node": f"{tasks}"}
     return Job(options, sbatch, strategy, nodes * tasks, task_devices or 1, flags)
 
