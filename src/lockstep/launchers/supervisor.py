@@ -55,7 +55,7 @@ def launch(entry: Entry, launch_plan: LaunchPlan, env: Mapping[str, str]) -> Any
 
     Raises the error of the rank that failed first; by then the others have been ended.
     """
-    payload, places = packed(entry, launch_plan.config), Topology.of_node(launch_plan.processes)
+    payload, places = packed(entry, launch_plan.config), Topology.of_host(launch_plan.processes)
     with Supervisor(launch_plan.config) as supervisor:
         while True:
             with stores.memory() as memory:  # a new one: a killed rank may leave half an entry
