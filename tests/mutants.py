@@ -831,7 +831,7 @@ a checkpoint has rank 0's state alone: exchange/zero.py
 + if not entries:
 = ranks/test_sharded.py::test_checkpoints_continue_under_every_strategy
 a checkpoint has rank 0's shard alone: runs/prepared.py
-- gathered = whole(tensors.pop(name))
+- gathered = full_tensor(tensors.pop(name))
 + gathered = local(tensors.pop(name))
 = ranks/test_sharded.py::test_a_loop_has_the_weights_of_one_process[1]
 torch divides the sums of shards: exchange/sharded.py

@@ -63,7 +63,6 @@ TRAIN = """
 --data cifar10 --no-download --data-dir gone | gone/cifar-10-batches-py | allow --download
 --image-size 9                         | --image-size | --data digits | imagefolder
 --optimizer adamw --momentum .5        | --momentum | --optimizer adamw
---find-unused                          | --find-unused is gone | leave it out
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch

@@ -36,19 +36,8 @@ _FLAG = re.compile("--?[A-Za-z]")
 """The beginning of a flag, but not of a value such as a negative number."""
 
 
-_GONE = {
-    "clear-meeting": "a stale file:// rendezvous is harmless; leave it out",
-    "find-unused": "parameters without a gradient are found in any case; leave it out",
-    "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
-}
-"""Removed flags, some with a value, and their replacement."""
 _TO_A_STORE = ("lockstep train", "lockstep run", "lockstep submit slurm", "lockstep submit kubernetes")
 """Commands whose runs can be copied to a store."""
-_GONE_OF_VERBS = {
-    "lockstep compare --yes": "it starts without a confirmation; leave it out",
-    "lockstep forecast --scaling": "forecasts are of one global batch; leave it out",
-    "lockstep runs --open": "lockstep compare --from RUN … makes a report",
-}
 
 
 def check_read(names: Iterable[str], config: RunConfig) -> None:
@@ -119,9 +108,6 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         for name, kind in types.items()
     ]
     for word in words:
-        name = f"{prog} {word.partition('=')[0]}"
-        if name in _GONE_OF_VERBS:
-            raise RequestError(f"{name} is gone: {_GONE_OF_VERBS[name]}.")
         if "=" in word and types.get(word.partition("=")[0].replace("_", "-")) is bool:
             raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any value for true
     result: Any
@@ -182,9 +168,6 @@ def _names(words: list[str], prog: str) -> list[str]:
         if not _FLAG.match(word):
             continue
         key = _name(word) if _name(word) in kinds else _name(word).removeprefix("no-")
-        for flag in (key, f"{key} {following}", f"{key} {word.partition('=')[2]}"):
-            if flag in _GONE:
-                raise RequestError(f"--{flag} is gone: {_GONE[flag]}.")
         if key not in kinds:
             raise unknown("flag", word.partition("=")[0], [f"--{kind}" for kind in kinds], f"{prog} --help lists all.")
         if kinds[key] is bool and "=" in word:

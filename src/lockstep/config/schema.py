@@ -405,7 +405,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if exchange in RARE and parallel.strategy != "auto" and KINDS[parallel.strategy].divides_state:
         yield (
             f"--exchange {exchange} has each rank step all parameters, and under --strategy {parallel.strategy} a rank "
-            "has the optimizer state of its own alone; take --strategy ddp."
+            "has only its part of the optimizer state; take --strategy ddp."
         )
     if exchange in RARE and parallel.batchnorm == "sync":
         yield (

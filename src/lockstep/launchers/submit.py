@@ -126,7 +126,7 @@ def accelerator_flags(accelerator: str, gpus: int) -> list[str]:
     """Return the run's --accelerator: refused on a node without a working driver, it does not train on the CPU."""
     if gpus:
         return ["--accelerator", "cuda" if accelerator == "auto" else accelerator]
-    return ["--accelerator", "cpu"] if accelerator == "cpu" else []
+    return [] if accelerator == "auto" else ["--accelerator", accelerator]
 
 
 def _check_option(option: str) -> None:
