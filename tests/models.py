@@ -48,6 +48,15 @@ class Busy(Dropped):
             torch.cuda._sleep(100_000_000_000)  # cycles of its clock
 
 
+class Asserting(Dropped):
+    """A net that reads beyond a tensor at the fifth pass, which a GPU notices in the middle of its work."""
+
+    def happen(self) -> None:
+        weight = self.get_parameter("body.1.weight")
+        if self.passes == 5 and weight.is_cuda:
+            weight.index_select(0, torch.full((1,), len(weight), device=weight.device))
+
+
 class Flipping(Dropped):
     """A net in which a bit of a weight flips on rank 1, at the eighth pass of training."""
 

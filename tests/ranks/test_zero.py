@@ -85,11 +85,9 @@ def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
     assert same_bits(part, whole)
 
 
-@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), ("lars", 5.0)])
+@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), ("lars", 5.0), ("muon", 0.01)])
 @pytest.mark.slow
-def test_optimizers_for_large_batches_are_divided_and_resumed(
-    pool: RankPool, tmp_path: Path, name: str, lr: float
-) -> None:
+def test_optimizers_of_lockstep_are_divided_and_resumed(pool: RankPool, tmp_path: Path, name: str, lr: float) -> None:
     values = VALUES | {"optimizer": name, "lr": lr, "weight_decay": 0.01}
     whole = curve(pool, tmp_path / "ddp", 3, **values, strategy="ddp")
     assert apart(whole, curve(pool, tmp_path / "alone", 1, **values)) < 1e-9

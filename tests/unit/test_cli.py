@@ -34,8 +34,8 @@ strategy devices gpus accelerator launcher nodes max-restarts init-method interf
 world-size timeout stall-timeout batchnorm shard-modules shard-size shard-reshard exchange
 exchange-every powersgd-rank powersgd-start collectives
 precision channels-last compile cuda-graphs deterministic checkpoint-activations
-resume checkpoint-every
-output log-every quiet profile
+resume checkpoint-every keep
+output remote log-every quiet profile
 verify-every ledger
 epochs max-steps eval-every patience seed
 """

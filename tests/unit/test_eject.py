@@ -134,7 +134,7 @@ def test_the_augmentation_is_that_of_the_run(names: tuple[str, ...], capsys: pyt
     transform = Transform(request, (3, 32, 32), names, module["MEAN"], module["STD"])
     images = torch.randint(256, (40, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     indices = np.arange(40) * 13
-    expected = transform(images, indices, 4)
+    expected = transform(images, transform.draw(4, indices))
     found = module["augment"](images.permute(0, 3, 1, 2), torch.from_numpy(indices), 4)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,9 @@ def test_a_build_of_torch_without_torchvision_decodes_the_same_pixels(
     paths = _jpegs(tmp_path)
     assert folder._jpeg()
     images = [folder.decode(path) for path in paths]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as under -W error: torchvision deprecates its decoder
+        assert all(torch.equal(image, folder.decode(path)) for image, path in zip(images, paths, strict=True))
     monkeypatch.setattr(folder, "_jpeg", lambda: None)
     assert all(torch.equal(image, folder.decode(path)) for image, path in zip(images, paths, strict=True))
 

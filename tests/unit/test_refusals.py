@@ -99,6 +99,10 @@ TRAIN = """
 --accelerator cuda                     | --accelerator cuda | this machine shows no GPU | --accelerator cpu
 --accelerator npu                      | --accelerator npu: torch | was built for | --accelerator auto
 --output held                          | held holds a run already | --resume auto
+--output s3://b/a --remote s3://b/c    | --output s3://b/a and --remote s3://b/c | give one URL
+--remote runs/a                        | --remote runs/a: give a URL
+--remote foo://b/a --output new        | foo://b/a cannot be used | Protocol not known: foo
+--remote oss://b/a --output new        | oss://b/a needs a package that is not installed | ossfs
 --output file --devices 2              | file is a file | give a folder
 """
 
@@ -163,6 +167,7 @@ CURVE = """
 --resume auto                          | no use for --resume auto
 --strategy single                      | --strategy single is what the others are compared with
 --strategy hybrid                      | needs several nodes | lockstep verify gradients measures it
+--output s3://b/a                      | --output s3://b/a: it writes to local disks alone
 --devices 1                            | --devices 1 leaves nothing to compare
 --batch 1                              | batch 1 | 2 devices
 --output proved                        | proved holds a run already

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.options import leaves, read_toml
 from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
+from ..config.validity import is_url
 from ..errors import RequestError, choose
 from ..files import DEFECTS, check_own, own_folder, parse_json, read, shown, write_json
 from ..launchers import start
@@ -40,6 +41,10 @@ def main(words: list[str]) -> int:
         raise RequestError("No run given; example: lockstep eval runs/digits-resnet8.")
     options, flag_words = flags.take(words[1:], {"--split": str, "--predictions": str}, prog="lockstep eval")
     split, path = choose("split", options.get("--split", "test"), SPLITS), Path(words[0])
+    if is_url(words[0]):
+        from ..runs.remote import fetched  # late: it imports torch
+
+        path = fetched(words[0])
     source = folders.find(path, "config.toml") / "config.toml"
     if has_own_loop(source.parent):
         raise RequestError(

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
-from ..config.options import NAMES_OF_CODE, flatten, leaves, read_toml, recipe
+from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
 from ..config.schema import RunConfig
-from ..config.validity import Bounds
+from ..config.validity import Bounds, is_url
 from ..data import sets
 from ..errors import RequestError, unknown
 from ..files import shown
@@ -42,6 +42,8 @@ _GONE = {
     "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
 }
 """Removed flags, some with a value, and their replacement."""
+_TO_A_STORE = ("lockstep train", "lockstep run", "lockstep submit slurm", "lockstep submit kubernetes")
+"""Commands whose runs can be copied to a store."""
 _GONE_OF_VERBS = {
     "lockstep compare --yes": "it starts without a confirmation; leave it out",
     "lockstep forecast --scaling": "forecasts are of one global batch; leave it out",
@@ -86,13 +88,19 @@ def parse(
         output.show(usage.text(prog.removeprefix("lockstep ").removesuffix(" RUN").replace(" ", "-"), base))
         raise SystemExit(0)
     names = _names(words, prog)
-    values, run_words = take(_merged(words[has_recipe:]), {"--config": str}, prog=prog)
+    # Of the last three, a URL is two options: `apply` resolves them.
+    values, run_words = take(
+        _merged(words[has_recipe:]),
+        dict.fromkeys(("--config", "--output", "--remote", "--resume"), str),
+        prog=prog,
+    )
     if "--config" in values:
         source = Path(values["--config"])
         base = read_toml(source, base=base, through_links=True)
     if imports:
         _check_code(base, names, source)
     config = _parsed(lambda: tyro.cli(RunConfig, args=run_words, default=base, config=options), prog)
+    config = apply(config, {name[2:]: value for name, value in values.items() if name != "--config"}, source=prog)
     check(names, config)
     if "--config" in values and source is not None:
         folders.check_meant(config, source)
@@ -121,6 +129,9 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         lambda: tyro.cli(make_dataclass("Flags", fields), args=words, add_help=False, return_unknown_args=True), prog
     )
     values = {name: getattr(result, name[2:].replace("-", "_")) for name in types}
+    urls = [f"{name} {values[name]}" for name in ("--output", "--remote") if is_url(values.get(name))]
+    if urls and prog not in _TO_A_STORE:
+        raise RequestError(f"{prog} {urls[0]}: it writes to local disks alone; give a path.")
     for name, value in values.items():
         if isinstance(value, float):
             Bounds(least=0).check(name[2:], value)

@@ -20,7 +20,7 @@ _TYPES: dict[str, type] = {
     "--sbatch": list,
     "--dry-run": bool,
 }
-_SET_BY_SCRIPT = ("output", "resume", "devices", "nodes", "accelerator", "launcher")
+_SET_BY_SCRIPT = ("output", "remote", "resume", "devices", "nodes", "accelerator", "launcher")
 """Options of the run that the script sets."""
 
 
@@ -47,7 +47,8 @@ def main(words: list[str]) -> int:
             f"--resume {config.checkpoint.resume}: a requeued job continues in its own folder; give --output RUN "
             "--resume auto to continue a run."
         )
-    command = ["run" if is_script else "train", *flags.without(run_words, _SET_BY_SCRIPT)]
+    remote = ("--remote", config.record.remote) if config.record.remote else ()
+    command = ["run" if is_script else "train", *flags.without(run_words, _SET_BY_SCRIPT), *remote]
     if scheduler == "kubernetes":
         name = folders.default_name(config)
         output.show(kubernetes.manifest(options, config, name, ["lockstep", *command], script))

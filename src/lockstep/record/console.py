@@ -63,6 +63,9 @@ class Notices(Recorder):
         for text in profile_lines(fields):
             self._err.say((text, "bright_black"))
 
+    def _show_upload(self, fields: dict[str, Any]) -> None:
+        self._err.say((fields["text"], "bright_black"))
+
     def _show_finish(self, fields: dict[str, Any]) -> None:
         self._out.say(("; ".join(line(*parts).plain for parts in _ended(fields, self._run)), "bright_black"))
 

@@ -24,6 +24,7 @@ from ..exchange.base import Call
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
 from ..world.random_state import load_generators, save_generators, seed_all
+from .callbacks import Callbacks
 from .checks import RunChecks
 from .folders import unwritable
 from .meter import Meter
@@ -63,8 +64,7 @@ class Loop:
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.position = prepared, Position()
-        self.at_end: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
-        """See `Session.at_end`."""
+        self.callbacks = Callbacks()
         self.summary: dict[str, Any] = {}
         """Summary of a run that has ended."""
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every)
@@ -81,7 +81,7 @@ class Loop:
         """Exit code in the summary; None if unknown."""
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
         self._world, self._is_measurement, self._on_resume = world, is_measurement, resumed
-        self._saver = None if self.folder is None else Saver(self.folder, run, world)
+        self._saver = None if self.folder is None else Saver(self.folder, run, world, self.callbacks)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
         self._profiler: Profiler | None = None
         if config.record.profile:
@@ -180,8 +180,10 @@ class Loop:
         self._is_due |= score is not None and self.is_running and score > position.best_top1
         position.judge(score, values)
         self._score = None if score is None else (position.step, score)
+        evaluation = {"step": position.step, "epoch": position.epochs, "on": on, "score": score} | values
         if values:
-            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on, "score": score} | values
+            self._evaluation = evaluation
+        self.callbacks.call("evaluate", **evaluation)
 
     def begin_pass(self, place: int) -> int | None:
         """Return the first batch of pass `place` over this epoch's data; None for a completed pass.
@@ -403,9 +405,10 @@ class Loop:
             self.save()
         reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self._measured()
-        self.summary = (plain("session.at_end", self.at_end(fields) or {}) if self.at_end is not None else {}) | fields
+        self.summary = plain('session.on("end")', self.callbacks.call("end", **fields)) | fields
         self._record_checks()
         self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
+        self.recorder.flush()  # while Python can start threads, unlike at the end of a script
         if reason:
             raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {reason}; {hint}.")
         self._stop_handling.close()

@@ -15,7 +15,7 @@ the ranks while the last micro-batch's backward pass runs. Every rank calls the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..exchange.method import exchange_of
 from ..files import shown, understanding
 from ..nn.recompute import Recomputation
 from ..record.telemetry import SAMPLED
+from ..runs.callbacks import Callback, Event
 from ..runs.loop import Loop, plain
 from ..runs.opened import OpenRun
 from ..runs.prepared import Evaluated, Prepared
@@ -252,6 +253,7 @@ class Session:
                     "an epoch is over without a step of a prepared optimizer, though session.backward was called; an "
                     "optimizer that is made later is not prepared, and its steps are not counted"
                 )
+            loop.callbacks.call("epoch", step=self.step, epoch=loop.position.epochs)
             passes.end_epoch()
         if stepper.has_gradients and not has_stepped:
             raise RequestError(
@@ -283,6 +285,7 @@ class Session:
                 loop.warn(caution)
         if warning := self._draws.end_step(loop.position.step):
             loop.warn(warning)
+        loop.callbacks.call("step", step=loop.position.step, epoch=loop.position.epochs)
         loop.end_step(saves=saves)
         self._hooks.ended_step(self)
 
@@ -487,14 +490,20 @@ class Session:
         self.prepared.synchronise()  # the weights that are scored are those that are saved
         self.loop.judge(value, on, numbers)
 
-    def at_end(self, function: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        """Call `function(summary)` after the last checkpoint (*collective*); add the fields it returns to the summary.
+    def on(self, event: Event, function: Callback) -> None:
+        """Call `function(fields)` at each `event` of the run, `fields` being a dict; several functions in their order.
 
-        For what a run does once, such as scoring its best weights on a test set. Raises `RequestError` after the loop.
+        - `"step"`: after an optimizer step, before it may be saved: `step` (from 1) and `epoch` (from 0).
+        - `"epoch"`: after an epoch's last code in the loop, before it is saved: `step` and `epoch`.
+        - `"evaluate"`: after `session.score`: `step`, `epoch`, `on`, `score` and the values given to it.
+        - `"save"`: once a checkpoint is on the disk: `step` and `path`. On rank 0 alone: call nothing *collective*.
+        - `"end"`: after the last checkpoint: the fields of the summary, which has those that `function` returns too.
+
+        All but `"save"` are called on every rank. Raises `RequestError` for another event, and after the loop.
         """
         if self.loop.is_finished:
-            raise RequestError("session.at_end was called after the last epoch; call it before the loop.")
-        self.loop.at_end = function
+            raise RequestError("session.on was called after the last epoch; call it before the loop.")
+        self.loop.callbacks.add(event, function)
 
     def load_best(self) -> int | None:
         """Load the weights of the best checkpoint; return its step (*collective*).
