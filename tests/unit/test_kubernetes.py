@@ -49,7 +49,9 @@ def _pods(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_a_job_set_has_a_pod_for_each_node_which_the_others_find_by_its_name(capsys: Capture, tmp_path: Path) -> None:
     job = ("--kind", "jobset", "--nodes", "2", "--gpus-per-node", "4", "--cpus-per-node", "16", "--mem", "64Gi")
-    (document,) = _manifests(capsys, *job, "--time", "2:00:00", "--namespace", "team", "digits", "--lr", "0.2")
+    (document,) = _manifests(
+        capsys, *job, "--dry-run", "--time", "2:00:00", "--namespace", "team", "digits", "--lr", "0.2"
+    )
     assert document["metadata"] == {"name": "digits-resnet8", "namespace": "team"}
     spec, pods = _pods(document["spec"])
     assert (spec["completionMode"], spec["parallelism"], spec["completions"]) == ("Indexed", 2, 2)

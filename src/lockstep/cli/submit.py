@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     choose("scheduler", scheduler, ["slurm", "kubernetes"])
     is_script, prog = run.names_script(words, run.SWITCHES), f"lockstep submit {scheduler}"
     flag_words, script = run.split(words, run.SWITCHES) if is_script else (words, [])
-    types = _TYPES if scheduler == "slurm" else dict.fromkeys(kubernetes.FORMS, str)
+    types = _TYPES if scheduler == "slurm" else {**dict.fromkeys(kubernetes.FORMS, str), "--dry-run": bool}
     options, run_words = flags.take(flag_words, types, prog=prog)
     is_dry, sbatch = options.pop("--dry-run", False), options.pop("--sbatch", [])
     if "--tasks-per-node" in options:

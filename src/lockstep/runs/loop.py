@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,11 @@ from .meter import Meter
 from .opened import OpenRun
 from .position import Position
 from .prepared import Prepared
-from .profiler import Profiler
 from .report import describe_start
 from .saving import Saver
+
+if TYPE_CHECKING:
+    from .profiler import Profiler
 
 
 class Stage(Enum):
@@ -85,6 +87,8 @@ class Loop:
         if config.record.profile:
             if self.folder is None:
                 raise RequestError("--profile writes its traces to the run's folder, and there is none: give --output.")
+            from .profiler import Profiler  # late: it imports torch.profiler
+
             self._profiler = Profiler(config.record.profiled_steps, world, self.folder)
         prepared.exchange.asks = lambda: self.stop.asked
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
