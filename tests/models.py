@@ -173,3 +173,25 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x)).relu()
         return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Choosing(nn.Module):
+    """A net whose forward pass branches on a value: no program is the same for all batches."""
+
+    def __init__(self, classes: int, image_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(image_size**2, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x.flatten(1))
+        return -logits if logits.sum() > 0 else logits
+
+
+class Drifting(Choosing):
+    """A net that computes something else at each call, which no export can follow."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return self.linear(x.flatten(1)) + self.calls  # type: ignore[no-any-return]

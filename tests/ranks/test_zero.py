@@ -17,10 +17,11 @@ from .. import loops
 from ..curves import apart, curve, same_bits
 from ..pool import RankPool
 
-VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
-VALUES |= {"max_steps": 8, "ema": 0.9, "checkpoint_every": 3}
+VALUES: dict[str, Any] = {"model": "tests.models:Normed", "data": "fake", "image_size": 8, "batch": 50, "samples": 337}
+VALUES |= {"clip": 0.2, "max_steps": 8, "ema": 0.9, "checkpoint_every": 3}
+_FURTHER = ("NAdam", "Rprop", "Adagrad")
 COLLECTIVES = [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"]
-OPTIMIZERS = ["SGD", "AdamW", "NAdam", "Rprop", "Adagrad", "Adafactor"]
+OPTIMIZERS = ["SGD", "AdamW", "Adafactor", *(pytest.param(name, marks=pytest.mark.slow) for name in _FURTHER)]
 
 
 def learn(world: World, strategy: str, name: str) -> tuple[list[Tensor], int, dict[int, int]]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +30,7 @@ from lockstep.world.random_state import Generators, seed_all
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
-from ..command import ROOT
+from ..command import end, start
 from ..stand_in import Stream
 
 SOURCE = Path(lockstep.__file__).parent
@@ -222,11 +219,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     """Return what a run on the stand-in has printed: JSON, and lockstep's messages."""
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch has no devices in Python")
-    env, folder = os.environ | {"PYTHONPATH": f"{SOURCE.parent}:{ROOT}"}, tmp_path_factory.mktemp("stand-in")
-    command = [sys.executable, "-m", "tests.stand_in"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    done = end(start(tmp_path_factory.mktemp("stand-in"), module="tests.stand_in"))
+    assert done.code == 0, done.err
+    return json.loads(done.out), done.err
 
 
 @pytest.mark.xdist_group("stand-in")

@@ -258,7 +258,7 @@ for epoch in session.epochs(2):
         ("session(output", "session(accumulate=2, output", "line 8 has no plain form: session(accumulate=…)"),
         ("session.backward(loss)", "session.backward(loss, reduction='sum')", "line 19 has no plain form"),
         ("session.log(loss=session.mean(loss)", "session.save(loss=session.mean(loss)", "session.save"),
-        ("session.log(", "a = 1; session.log(", "a line of its own"),
+        ("session.log(", "a = 1; session.log(", "a separate line"),
         ("model(x), y)", "model.score(x), y)", "hides model.score"),
         ("for x, y in loader", "for x in loader", "give the count"),
         ("for x, y in loader", "for (x, y), _ in zip(loader, test)", "give the count"),

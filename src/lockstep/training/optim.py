@@ -54,10 +54,10 @@ class Average:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the model's weights after optimizer step `step`, counted from 1."""
-        points, rest = divmod(step - self._start, self._every)  # a function of the step: nothing else is to be saved
+        points, remainder = divmod(step - self._start, self._every)  # a function of the step: no state to save
         if step <= self._start:
             _torch.foreach_copy_(*self._weights)
-        elif not rest:
+        elif not remainder:
             self._average(*self._weights, points)
         # By name: a forward pass may replace a buffer, in another shape, or register one.
         averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
