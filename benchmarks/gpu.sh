@@ -28,8 +28,8 @@ else
     nvidia-smi --query-gpu=name,driver_version,mig.mode.current,pcie.link.gen.current --format=csv,noheader
 fi
 part steps 110 python3 -m benchmarks gpu --parts steps,costs $cpu
-part speedrun 50 python3 -m benchmarks gpu --parts speedrun $cpu
-part tests 150 python3 -m pytest tests/gpu -n 5 -p no:cacheprovider --timeout 90 -rfE --tb=line -k "not hangs and not compared and not forecast"
+part speedrun 70 python3 -m benchmarks gpu --parts speedrun $cpu
+part tests 140 python3 -m pytest tests/gpu -n 5 -p no:cacheprovider --timeout 90 -rfE --tb=line -k "not hangs and not compared and not forecast"
 part ranks 80 python3 -m benchmarks.jobs.on_gpu $cpu
-part loops 90 python3 -m benchmarks gpu --parts train,compiled $cpu
+part loops 80 python3 -m benchmarks gpu --parts train,compiled $cpu
 exit 0
