@@ -71,6 +71,10 @@ LAUNCHERS = {
 }
 
 
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "csv")
+"""Experiment trackers, by the modules of their libraries. All but csv are extras of lockstep, too."""
+
+
 def with_ranks() -> str:
     """Name the strategies with several processes, joined by "or"."""
     return " or ".join(name for name, kind in KINDS.items() if kind.has_ranks)

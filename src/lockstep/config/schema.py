@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import RequestError, choose
-from .registry import EXCHANGES, KINDS, LAUNCHERS, RARE, UNSCALED
+from .registry import EXCHANGES, KINDS, LAUNCHERS, RARE, TRACKERS, UNSCALED
 from .validity import Bounds, OneOf, check
 
 _key = tyro.conf.arg
@@ -245,6 +245,8 @@ class RecordConfig:
     output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # Folder of the run; default: runs/NAME.
     log_every: Annotated[int, _key(metavar="STEPS")] = 50  # Steps between log lines; fewer if steps are slow.
     quiet: bool = False  # Print only warnings, errors and one final line.
+    track: Annotated[tuple[str, ...], _key(metavar="NAME …")] = ()
+    """Experiment trackers: wandb, mlflow, trackio, swanlab, csv, tensorboard (always on), or your own MODULE:NAME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +304,12 @@ def rules_out_graphs(config: RunConfig) -> str:
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
     """Yield an error message for each contradiction between options, and for each malformed text."""
-    optim, batch, parallel = config.optim, config.batch, config.parallel
+    optim, batch, parallel, track = config.optim, config.batch, config.parallel, config.record.track
+    for name in track:
+        if ":" not in name:
+            choose("--track", name, (*TRACKERS, "tensorboard"))
+        if track.count(name) > 1:
+            yield f"--track names {name} twice; name each tracker once."
     has_own_loss, milestones = ":" in optim.loss, " ".join(map("{:g}".format, optim.milestones)) or "none"
     if not has_own_loss:
         choose("--loss", optim.loss, ["cross_entropy"])

@@ -15,7 +15,10 @@ from .cut import Edit, Text, clean
 from .link import Linked, import_lines, imports_of
 
 _PLAIN = Path(__file__).with_name("plain.py")
-_DROPPED = ("output", "resume", "checkpoint_every", "log_every", "verify_every", "ledger", "timeout", "stall_timeout")
+_DROPPED = (
+    *("output", "resume", "checkpoint_every", "log_every", "track", "verify_every", "ledger", "timeout"),
+    "stall_timeout",
+)
 """Options of a session that concern records and proofs."""
 _OF_ANY_MODULE = ("train", "eval", "parameters", "zero_grad")
 """Attributes that a wrapped model has, too."""

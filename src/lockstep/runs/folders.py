@@ -26,7 +26,7 @@ from ..files import LOCK, REFUSED, check_own, lines_of, read, shown, unlinked
 RUNS = Path("runs")
 _WRITTEN = (
     *("config.toml", "manifest.json", "steps.jsonl", "summary.json", "proof.md", "events.out.tfevents.*"),
-    *("checkpoints", "failures", "output"),
+    *("checkpoints", "failures", "output", "steps.csv", "evals.csv", "trackers"),
 )
 """Names of a run's files. A run writes its manifest at the start."""
 _PATIENCE_S = 120.0  # for the end of an earlier start's rank 0: NFS keeps a lost node's lock for 90 s

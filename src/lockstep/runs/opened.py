@@ -21,6 +21,7 @@ from ..launchers.devices import visible_gpus
 from ..monitor import failures, output
 from ..monitor.notes import FOLDER
 from ..monitor.progress import SETUP
+from ..record import trackers
 from ..record.base import Epoch, Nothing, Recorder, Recorders
 from ..record.console import Notices, Terminal
 from ..record.jsonl import JsonLines, rewind
@@ -65,6 +66,8 @@ def open_run(
             f"Rank {mismatch[0]} was started with {mismatch[1]}: the replicas would drift apart; "
             "start every rank with the same options."
         )
+    if config.record.track:
+        world.together(lambda: trackers.check(config.record.track) if world.is_main else None)
     requested = config
     config, earlier = _continue_earlier_start(config, world)
     state = resume.load(config, world, keys=keys)  # raises before a folder is made
@@ -109,13 +112,17 @@ def _open_recorders(
 ) -> tuple[list[Recorder], Epoch]:
     """Return rank 0's recorders and the current epoch. Raises `OSError` for an unwritable folder."""
     from ..record.tensorboard import TensorBoard  # on rank 0 alone: the import is slow
+    from ..record.tracking import Tracking
 
     facts = {"topology": asdict(world.topology), "hardware": asdict(hardware.survey(visible_gpus()))}
     write_whole(folder / "config.toml", to_toml(config, only).encode())
     epoch = rewind(folder / "steps.jsonl", step=step)  # cuts off the records of later steps
     lines = JsonLines(folder / "steps.jsonl")
     tensorboard = TensorBoard(folder, config=flatten(config, only), identity=keys, resume_step=step)
-    return [lines, tensorboard, Documents(folder, facts), shown], epoch  # the last reports failed writes of the others
+    names = [name for name in config.record.track if name != "tensorboard"]
+    tracking = [Tracking(name, folder, flatten(config, only)) for name in names]  # first to close: others take warnings
+    # The last reports failed writes of the others.
+    return [*tracking, lines, tensorboard, Documents(folder, facts), shown], epoch
 
 
 def _continue_earlier_start(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
