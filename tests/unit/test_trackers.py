@@ -16,8 +16,9 @@ import pytest
 
 import lockstep
 from lockstep.cli.main import main
+from lockstep.config.registry import TRACKERS
 from lockstep.errors import RequestError
-from lockstep.record import tracking
+from lockstep.record import trackers, tracking
 from lockstep.record.base import Epoch, Recorder, Recorders
 from lockstep.record.tracking import Tracking
 from lockstep.sessions import script
@@ -162,6 +163,7 @@ def test_trackers_that_cannot_be_are_refused_before_the_run(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     words = (*TRAIN, "--output", tmp_path / "run", "--track")
+    assert all(callable(getattr(trackers.make(name), "start", None)) for name in TRACKERS), "a name without a class"
     assert "did you mean mlflow?" in refusal(capsys, *words, "ml-flow")
     assert refusal(capsys, *words, "csv", "csv") == "--track names csv twice; name each tracker once."
     assert "pip install 'lockstep-torch[wandb]'" in refusal(capsys, *words, "wandb")

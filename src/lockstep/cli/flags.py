@@ -200,7 +200,7 @@ def _check_code(values: Mapping[str, str | list[str]], source: Path | None) -> N
     """Raise `RequestError` for untrusted code, which a file names but no flag. `values` are those that no flag set."""
     lists = {key: [value] if isinstance(value, str) else value for key, value in values.items()}
     untrusted = {key: words for key, words in lists.items() if any(":" in word for word in words)}
-    if repeated := " ".join(f"--{key} {shlex.join(words)}" for key, words in untrusted.items()):
+    if repeated := " ".join(f"--{key} {shlex.quote(word)}" for key, words in untrusted.items() for word in words):
         raise RequestError(
             f"{shown(source)} names code, which is imported only if the command line names it; if you trust it, add "
             f"{repeated}."

@@ -71,8 +71,12 @@ LAUNCHERS = {
 }
 
 
-TRACKERS = ("wandb", "mlflow", "trackio", "swanlab", "csv")
-"""Experiment trackers, by the modules of their libraries. All but csv are extras of lockstep, too."""
+TRACKERS = {
+    **{name: f"'lockstep-torch[{name}]'" for name in ("wandb", "mlflow", "swanlab")},
+    "trackio": "trackio",  # no extra: it needs an older Pillow than lockstep
+    "csv": "",
+}
+"""Experiment trackers, by the modules of their libraries; and what pip installs for each."""
 
 
 def with_ranks() -> str:

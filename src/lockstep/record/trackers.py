@@ -11,7 +11,7 @@ import importlib.util
 import io
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,8 +51,7 @@ class Wandb:
     def start(self, run: RunInfo) -> str:
         import wandb
 
-        settings = wandb.Settings(console="off")  # this process prints nothing of the run's
-        self._run = wandb.init(id=run.id or None, resume="allow", name=run.name, config=run.config, settings=settings)
+        self._run = wandb.init(id=run.id or None, resume="allow", name=run.name, config=run.config)
         self._run.define_metric("*", step_metric="step")  # W&B's own drops the steps that a resumed run repeats
         return str(self._run.id)
 
@@ -138,17 +137,21 @@ class Csv:
             self._due_s = begun_s + 50 * (time.monotonic() - begun_s)  # at most 2 % of a processor
 
     def finish(self, exit_code: int | None, files: list[Path]) -> None:
-        rows = [parse_json(line) for line in lines_of(self._folder / "steps.jsonl") if line.endswith(b"\n")]
         for event in ("step", "eval"):
-            table = [{key: row[key] for key in row if key != "event"} for row in rows if row["event"] == event]
-            text = io.StringIO()
-            writer = csv.DictWriter(text, [*dict.fromkeys(name for row in table for name in row)], lineterminator="\n")
+            text, names = io.StringIO(), dict.fromkeys(name for row in self._rows(event) for name in row)
+            writer = csv.DictWriter(text, list(names), extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
-            writer.writerows(table)
+            writer.writerows(self._rows(event))  # perhaps more rows than before
             write_whole(self._folder / f"{event}s.csv", text.getvalue().encode())
 
+    def _rows(self, event: str) -> Iterator[dict[str, Any]]:
+        for line in lines_of(self._folder / "steps.jsonl"):
+            row = parse_json(line) if line.endswith(b"\n") else {}
+            if row.pop("event", "") == event:
+                yield row
 
-_KINDS: dict[str, Callable[[], Tracker]] = {
+
+_KIND: dict[str, type[Tracker]] = {
     "wandb": Wandb,
     "mlflow": MLflow,
     "trackio": Trackio,
@@ -172,11 +175,11 @@ def check(names: Collection[str]) -> None:
             spec = importlib.util.find_spec(name)
             if spec is None or spec.origin is None:  # a folder of that name, such as W&B's own records
                 raise RequestError(
-                    f"--track {name} needs {name}, which is not installed: pip install 'lockstep-torch[{name}]'."
+                    f"--track {name} needs {name}, which is not installed: pip install {TRACKERS[name]}."
                 )
 
 
 def make(name: str) -> Tracker:
     """Return the tracker `name`, a library's or the user's."""
-    tracker: Tracker = (_KINDS.get(name) or user_code.load("--track", name))()
+    tracker: Tracker = (_KIND.get(name) or user_code.load("--track", name))()
     return tracker
