@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 HOWTO = (
     *("own-loop", "resume", "slurm", "kubernetes", "nodes", "notebooks", "finetuning", "evaluation", "export"),
+    "trackers",
     *("debugging-a-hang", "leave"),
 )
 FROM = ("from-torchrun", "from-accelerate", "from-lightning", "from-the-classic-tutorials")

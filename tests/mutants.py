@@ -417,6 +417,25 @@ a file is written in its place: files.py
 a full disk leaves half a line: files.py
 - self._file.truncate(size)
 + pass
+= unit/test_trackers.py::test_a_slow_tracker_fills_its_queue_and_the_run_does_not_wait[Hanging]
+a slow tracker gets a queue without end: record/tracking.py
+- if self._queue.qsize() < _MOST:
++ if True:
+a run waits for its tracker without end: record/tracking.py
+- self._thread.join(max(0.0, deadline_s - time.monotonic()))
++ self._thread.join(10.0)
+= unit/test_trackers.py::test_a_tracker_gets_config_numbers_and_end_and_a_later_start_goes_on_in_its_record
+a resumed run begins another record in its tracker: record/tracking.py
+- run_id = str(parse_json(read(self._note))["id"])
++ run_id = ""
+= unit/test_trackers.py::test_a_tracker_that_is_down_is_told_once_and_its_losses_at_the_end
+points that a tracker has lost are not told of: record/tracking.py
+- if not self._has_ended or self._received < self._sent:
++ if not self._has_ended:
+= unit/test_trust.py::test_a_tracker_that_a_file_names_is_not_imported
+a file names a tracker whose code is imported: cli/flags.py
+- untrusted = {key: words for key, words in lists.items() if any(":" in word for word in words)}
++ untrusted = {key: words for key, words in lists.items() if ":" in words[0] and len(words) == 1}
 = unit/test_record.py::test_rewind_keeps_what_had_happened_by_the_step
 a resumed run keeps the lines of later steps: record/jsonl.py
 - if not later:

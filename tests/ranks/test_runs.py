@@ -166,7 +166,7 @@ data-dir download workers skip-corrupt on-device accumulate micro-batch eval-bat
 launcher nodes max-restarts init-method interface rank world-size timeout stall-timeout batchnorm
 collectives shard-modules shard-size shard-reshard exchange exchange-every powersgd-rank powersgd-start precision
 channels-last compile cuda-graphs deterministic checkpoint-activations resume checkpoint-every output log-every quiet
-keep remote profile verify-every ledger epochs max-steps eval-every patience metric
+keep remote track profile verify-every ledger epochs max-steps eval-every patience metric
 """
 """Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""
 

@@ -35,7 +35,7 @@ world-size timeout stall-timeout batchnorm shard-modules shard-size shard-reshar
 exchange-every powersgd-rank powersgd-start collectives
 precision channels-last compile cuda-graphs deterministic checkpoint-activations
 resume checkpoint-every keep
-output remote log-every quiet profile
+output remote log-every quiet track profile
 verify-every ledger
 epochs max-steps eval-every patience seed
 """

@@ -60,12 +60,12 @@ def parse(
     prog: str,
     base: RunConfig | None = None,
     source: Path | None = None,
-    imports: bool = True,
+    imports: Collection[str] = NAMES_OF_CODE,
     check: Callable[[Collection[str], RunConfig], None] = check_read,
 ) -> RunConfig:
     """Return the config of a command line, over `base`. Without a base, a recipe may come first.
 
-    `source` is the file of `base`, and `imports` whether the config's code will be imported. `check` refuses flags
+    `source` is the file of `base`, and `imports` are the options whose code will be imported. `check` refuses flags
     without effect in the config, by their names without dashes.
 
     Raises `RequestError` for an unknown recipe, flag or value, with the nearest names; exits 0 after --help.
@@ -86,8 +86,7 @@ def parse(
     if "--config" in values:
         source = Path(values["--config"])
         base = read_toml(source, base=base, through_links=True)
-    if imports:
-        _check_code(base, names, source)
+    _check_code({key: value for key, value in flatten(base, imports).items() if key not in names}, source)
     config = _parsed(lambda: tyro.cli(RunConfig, args=run_words, default=base, config=options), prog)
     config = apply(config, {name[2:]: value for name, value in values.items() if name != "--config"}, source=prog)
     check(names, config)
@@ -191,10 +190,11 @@ def _parsed(call: Callable[[], T], prog: str) -> T:
         raise RequestError(f"{sentence}; {prog} --help lists all.") from error
 
 
-def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
-    """Raise `RequestError` for untrusted code, which a file names but no flag. `names` are those of the flags."""
-    untrusted = {key: value for key, value in flatten(base, NAMES_OF_CODE).items() if ":" in value and key not in names}
-    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in untrusted.items()):
+def _check_code(values: Mapping[str, str | list[str]], source: Path | None) -> None:
+    """Raise `RequestError` for untrusted code, which a file names but no flag. `values` are those that no flag set."""
+    lists = {key: [value] if isinstance(value, str) else value for key, value in values.items()}
+    untrusted = {key: words for key, words in lists.items() if any(":" in word for word in words)}
+    if repeated := " ".join(f"--{key} {shlex.quote(word)}" for key, words in untrusted.items() for word in words):
         raise RequestError(
             f"{shown(source)} names code, which is imported only if the command line names it; if you trust it, add "
             f"{repeated}."

@@ -26,7 +26,7 @@ OWN_TO_A_RANK = (
     *("workers", "on-device"),
 )
 """Options that may differ between ranks started by hand: their identity and place. All others define the run."""
-NAMES_OF_CODE = ("model", "data", "loss", "step", "metric", "collate")
+NAMES_OF_CODE = ("model", "data", "loss", "step", "metric", "collate", "track")
 """Options that may name code of the user's own, as module:attribute."""
 IDENTITY = (
     *("model", "classes", "init-from", "freeze"),
@@ -52,7 +52,7 @@ OF_A_SESSION = (
     *("max-steps", "accumulate", "micro-batch", "draws", "batchnorm"),
     *("strategy", "shard-modules", "shard-size", "shard-reshard"),
     *("exchange", "exchange-every", "powersgd-rank", "powersgd-start", "precision", "deterministic"),
-    *("checkpoint-activations", "timeout", "stall-timeout", "collectives"),
+    *("checkpoint-activations", "timeout", "stall-timeout", "collectives", "track"),
 )
 """The options of `lockstep train` that a session takes; on all else the script decides."""
 _COMMAND_SECTIONS = ("parallel", "checkpoint", "record")

@@ -20,7 +20,7 @@ from typing import Annotated
 import tyro
 
 from ..errors import RequestError, choose
-from .registry import EXCHANGES, KINDS, LAUNCHERS, RARE, UNSCALED
+from .registry import EXCHANGES, KINDS, LAUNCHERS, RARE, TRACKERS, UNSCALED
 from .validity import Bounds, OneOf, check, is_url
 
 _key = tyro.conf.arg
@@ -249,6 +249,8 @@ class RecordConfig:
     remote: Annotated[str, _key(metavar="URL")] = ""  # Folder in a store (fsspec) to which the run is copied.
     log_every: Annotated[int, _key(metavar="STEPS")] = 50  # Steps between log lines; fewer if steps are slow.
     quiet: bool = False  # Print only warnings, errors and one final line.
+    track: Annotated[tuple[str, ...], _key(metavar="NAME …")] = ()
+    """Experiment trackers: wandb, mlflow, trackio, swanlab, csv, tensorboard (always on), or your own MODULE:NAME."""
     profile: Annotated[str, _key(metavar="FROM:TO")] = ""
     """Trace these optimizer steps by torch.profiler, such as 10:15: a file per rank in profile/, and a summary."""
 
@@ -314,7 +316,12 @@ def rules_out_graphs(config: RunConfig) -> str:
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
     """Yield an error message for each contradiction between options, and for each malformed text."""
-    optim, batch, parallel = config.optim, config.batch, config.parallel
+    optim, batch, parallel, track = config.optim, config.batch, config.parallel, config.record.track
+    for name in track:
+        if ":" not in name:
+            choose("--track", name, (*TRACKERS, "tensorboard"))
+        if track.count(name) > 1:
+            yield f"--track names {name} twice; name each tracker once."
     has_own_loss, milestones = ":" in optim.loss, " ".join(map("{:g}".format, optim.milestones)) or "none"
     if not has_own_loss:
         choose("--loss", optim.loss, ["cross_entropy"])

@@ -16,7 +16,7 @@ from .link import Linked, import_lines, imports_of
 
 _PLAIN = Path(__file__).with_name("plain.py")
 _DROPPED = (
-    *("output", "remote", "resume", "checkpoint_every", "keep", "log_every", "verify_every", "ledger"),
+    *("output", "remote", "resume", "checkpoint_every", "keep", "log_every", "track", "verify_every", "ledger"),
     *("timeout", "stall_timeout"),
 )
 """Options of a session that concern records and proofs."""

@@ -25,8 +25,11 @@ from ..config.validity import is_url
 from ..errors import RequestError, RunError, Stopped
 from ..files import LOCK, REFUSED, check_own, lines_of, read, shown, unlinked
 
-RECORDS = ("config.toml", "manifest.json", "steps.jsonl", "summary.json", "proof.md", "events.out.tfevents.*")
-WRITTEN = (*RECORDS, "checkpoints", "failures", "output", "profile")
+RECORDS = (
+    *("config.toml", "manifest.json", "steps.jsonl", "summary.json", "proof.md", "events.out.tfevents.*"),
+    *("steps.csv", "evals.csv"),
+)
+WRITTEN = (*RECORDS, "checkpoints", "failures", "output", "profile", "trackers")
 """Names of a run's files. A run writes its manifest at the start."""
 _PATIENCE_S = 120.0  # for the end of an earlier start's rank 0: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on

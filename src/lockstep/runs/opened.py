@@ -22,6 +22,7 @@ from ..launchers.devices import visible_gpus
 from ..monitor import failures, output
 from ..monitor.notes import FOLDER
 from ..monitor.progress import SETUP
+from ..record import trackers
 from ..record.base import Epoch, Nothing, Recorder, Recorders
 from ..record.console import Notices, Terminal
 from ..record.jsonl import JsonLines, rewind
@@ -66,6 +67,8 @@ def open_run(
             f"Rank {mismatch[0]} was started with {mismatch[1]}: the replicas would drift apart; "
             "start every rank with the same options."
         )
+    if config.record.track:
+        world.together(lambda: trackers.check(config.record.track) if world.is_main else None)
     must_exist = is_url(config.checkpoint.resume)
     if must_exist:  # `apply` has made it the run's own
         config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
@@ -120,14 +123,17 @@ def _open_recorders(
 ) -> tuple[list[Recorder], Epoch]:
     """Return rank 0's recorders and the current epoch. Raises `OSError` for an unwritable folder."""
     from ..record.tensorboard import TensorBoard  # on rank 0 alone: the import is slow
+    from ..record.tracking import Tracking
 
     facts = {"topology": asdict(world.topology), "hardware": asdict(hardware.survey(visible_gpus()))}
     write_whole(folder / "config.toml", to_toml(config, only).encode())
     epoch = rewind(folder / "steps.jsonl", step=step)  # cuts off the records of later steps
     lines = JsonLines(folder / "steps.jsonl")
     tensorboard = TensorBoard(folder, config=flatten(config, only), identity=keys, resume_step=step)
-    # The last reports failed writes of the others; the first closes while they record its warning.
-    return [upload, lines, tensorboard, Documents(folder, facts), shown], epoch
+    names = [name for name in config.record.track if name != "tensorboard"]
+    # The last reports failed writes of the others; the first ones close while they record their warnings.
+    tracking = [Tracking(name, folder, flatten(config, only)) for name in names]
+    return [upload, *tracking, lines, tensorboard, Documents(folder, facts), shown], epoch
 
 
 def _continue_earlier_start(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:

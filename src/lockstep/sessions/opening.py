@@ -51,6 +51,7 @@ def session(
     timeout: float = 60.0,
     stall_timeout: float = 600.0,
     collectives: Literal["auto", "gloo", "shared-memory"] = "auto",
+    track: Sequence[str] = (),
     **unknown_options: Never,
 ) -> Session:
     """Return this rank's session (*collective*). A process without a launcher is the only rank.
@@ -98,6 +99,8 @@ def session(
     - `timeout`: seconds to wait for all ranks at the start.
     - `stall_timeout`: seconds without progress on any rank until all ranks end.
     - `collectives`: transport of CPU tensors between ranks; "auto" uses shared memory among ranks of one host.
+    - `track`: experiment trackers, such as ["wandb", "csv"], or your own class as "module:name". Needs `output`, which
+      keeps their ids for a resumed run.
 
     Raises `RequestError` for options that cannot be honoured, and for a second call.
     """
@@ -124,6 +127,8 @@ def session(
         )
     resume_hint, started = "", script.take()
     is_own, has_folder = started is None, started is not None or config.record.output is not None
+    if config.record.track and not has_folder:
+        raise RequestError("lockstep.session(track=…) keeps the trackers' run ids in the run's folder; give output=.")
     if started is not None:
         decided = started.flags | {"launcher", "accelerator", "model", "data"}
         if config.parallel.strategy == "auto":

@@ -448,7 +448,7 @@ class Session:
             print(*values, **options)
 
     def log(self, **values: Any) -> None:
-        """Record values by name, in steps.jsonl and TensorBoard.
+        """Record values by name, in steps.jsonl, TensorBoard and trackers.
 
         Within a training loop, values are means over this rank's share; the record is the mean over the step's samples
         for which a value was logged, and every rank gives the same names. The host does not wait for the device.
