@@ -5,7 +5,7 @@ READY := .venv/.ready
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all mutants check format bench docs
+.PHONY: demo test test-all mutants check format bench docs trackers
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -41,6 +41,14 @@ format: $(READY)
 
 bench: $(READY)  ## the tables in benchmarks/results
 	$(BIN)/python -m benchmarks
+
+trackers: $(READY)  ## the trackers' libraries, over .venv: Trackio needs an older pillow, SwanLab an older protobuf
+	$(BIN)/python -m venv .venv-trackers
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  >"$$(echo .venv-trackers/lib/python3*/site-packages)/over.pth"
+	grep -vE '^(pillow|protobuf)==' constraints.txt >.venv-trackers/constraints.txt
+	.venv-trackers/bin/python -m pip install --quiet wandb mlflow trackio swanlab \
+	  --constraint .venv-trackers/constraints.txt
 
 docs: $(READY)  ## the documentation's site, in site/
 	$(BIN)/pip install --quiet --editable '.[docs]' --constraint constraints.txt

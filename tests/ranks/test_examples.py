@@ -192,7 +192,7 @@ WITH_BLOCKS = ("bert", "gpt", "hf_gpt", "stream")
 """Those whose models have blocks that repeat."""
 
 
-@pytest.mark.parametrize("name", ["gpt", *(slowly(name) for name in NAMES if name != "gpt")])
+@pytest.mark.parametrize("name", [slowly(name) for name in NAMES])
 def test_an_example_learns_the_same_with_divided_weights(pool: RankPool, tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"accumulate": 1 if name == "gan" else 2}
     whole = pool.run(1, run, OURS / f"{name}.py", options | {"output": str(tmp_path / "whole")})

@@ -261,7 +261,9 @@ def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: 
 
 
 def test_options_and_values_of_names_that_others_have_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"Unknown option .* 'lr': .* It takes output, resume, checkpoint_every"):
+    with pytest.raises(
+        RequestError, match=r"Unknown option .* 'lr': .* It takes output, remote, resume, checkpoint_every"
+    ):
         lockstep.session(lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"^accumulate 2 and micro_batch 3 both set micro-batches"):
         lockstep.session(accumulate=2, micro_batch=3)

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
 from lockstep.data.ranks import signature
-from lockstep.data.share import Micro, SharedLoader, moved
+from lockstep.data.share import Micro, SharedLoader
+from lockstep.data.transfer import moved
 from lockstep.errors import RequestError, RunError
 from lockstep.world.random_state import Generators
 from lockstep.world.topology import Topology

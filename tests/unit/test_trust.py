@@ -74,10 +74,21 @@ def test_code_that_a_file_names_is_not_imported(
         assert not _imported(folder)
 
 
+@pytest.mark.parametrize("words", [("train",), ("run", "train.py")], ids=" ".join)
+def test_a_tracker_that_a_file_names_is_not_imported(
+    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("")
+    (folder / "run" / "config.toml").write_text('track = ["csv", "strange:Tracker"]\n')
+    told = refusal(capsys, words[0], "--config", "run/config.toml", *words[1:])
+    assert told.endswith("if you trust it, add --track csv --track strange:Tracker.")
+    assert not _imported(folder)
+
+
 def test_no_other_verb_imports_what_a_file_names_nor_seeks_one_elsewhere(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = 'model = "strange:x"\ndata = "strange:x"\nloss = "strange:x"\n'
+    code = 'model = "strange:x"\ndata = "strange:x"\nloss = "strange:x"\ntrack = ["strange:x"]\n'
     (folder / "config.toml").write_text(code)
     for path in ("run", "run/checkpoints/last"):
         assert "there is no config.toml" in refusal(capsys, "eval", path)

@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
     """Examine, print the findings, and return 0. Raises `RunError` if no job can run."""
     options, flag_words = flags.take(words, {"--json": bool}, prog="lockstep doctor")
     base = RunConfig(parallel=ParallelConfig(stall_timeout=_STALL_S))
-    config = flags.parse(flag_words, prog="lockstep doctor", base=base, imports=False, check=_check_flags)
+    config = flags.parse(flag_words, prog="lockstep doctor", base=base, imports=(), check=_check_flags)
     has_data = any(word.replace("_", "-").startswith("--data-dir") for word in flag_words)
     print_report = partial(_print, as_json="--json" in options, since_s=time.time())
     examination = Examination(

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
-from ..config.options import NAMES_OF_CODE, flatten, leaves, read_toml, recipe
+from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
 from ..config.schema import RunConfig
-from ..config.validity import Bounds
+from ..config.validity import Bounds, is_url
 from ..data import sets
 from ..errors import RequestError, unknown
 from ..files import shown
@@ -36,17 +36,8 @@ _FLAG = re.compile("--?[A-Za-z]")
 """The beginning of a flag, but not of a value such as a negative number."""
 
 
-_GONE = {
-    "clear-meeting": "a stale file:// rendezvous is harmless; leave it out",
-    "find-unused": "parameters without a gradient are found in any case; leave it out",
-    "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
-}
-"""Removed flags, some with a value, and their replacement."""
-_GONE_OF_VERBS = {
-    "lockstep compare --yes": "it starts without a confirmation; leave it out",
-    "lockstep forecast --scaling": "forecasts are of one global batch; leave it out",
-    "lockstep runs --open": "lockstep compare --from RUN … makes a report",
-}
+_TO_A_STORE = ("lockstep train", "lockstep run", "lockstep submit slurm", "lockstep submit kubernetes")
+"""Commands whose runs can be copied to a store."""
 
 
 def check_read(names: Iterable[str], config: RunConfig) -> None:
@@ -69,12 +60,12 @@ def parse(
     prog: str,
     base: RunConfig | None = None,
     source: Path | None = None,
-    imports: bool = True,
+    imports: Collection[str] = NAMES_OF_CODE,
     check: Callable[[Collection[str], RunConfig], None] = check_read,
 ) -> RunConfig:
     """Return the config of a command line, over `base`. Without a base, a recipe may come first.
 
-    `source` is the file of `base`, and `imports` whether the config's code will be imported. `check` refuses flags
+    `source` is the file of `base`, and `imports` are the options whose code will be imported. `check` refuses flags
     without effect in the config, by their names without dashes.
 
     Raises `RequestError` for an unknown recipe, flag or value, with the nearest names; exits 0 after --help.
@@ -86,13 +77,18 @@ def parse(
         output.show(usage.text(prog.removeprefix("lockstep ").removesuffix(" RUN").replace(" ", "-"), base))
         raise SystemExit(0)
     names = _names(words, prog)
-    values, run_words = take(_merged(words[has_recipe:]), {"--config": str}, prog=prog)
+    # Of the last three, a URL is two options: `apply` resolves them.
+    values, run_words = take(
+        _merged(words[has_recipe:]),
+        dict.fromkeys(("--config", "--output", "--remote", "--resume"), str),
+        prog=prog,
+    )
     if "--config" in values:
         source = Path(values["--config"])
         base = read_toml(source, base=base, through_links=True)
-    if imports:
-        _check_code(base, names, source)
+    _check_code({key: value for key, value in flatten(base, imports).items() if key not in names}, source)
     config = _parsed(lambda: tyro.cli(RunConfig, args=run_words, default=base, config=options), prog)
+    config = apply(config, {name[2:]: value for name, value in values.items() if name != "--config"}, source=prog)
     check(names, config)
     if "--config" in values and source is not None:
         folders.check_meant(config, source)
@@ -111,9 +107,6 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         for name, kind in types.items()
     ]
     for word in words:
-        name = f"{prog} {word.partition('=')[0]}"
-        if name in _GONE_OF_VERBS:
-            raise RequestError(f"{name} is gone: {_GONE_OF_VERBS[name]}.")
         if "=" in word and types.get(word.partition("=")[0].replace("_", "-")) is bool:
             raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any value for true
     result: Any
@@ -121,6 +114,9 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         lambda: tyro.cli(make_dataclass("Flags", fields), args=words, add_help=False, return_unknown_args=True), prog
     )
     values = {name: getattr(result, name[2:].replace("-", "_")) for name in types}
+    urls = [f"{name} {values[name]}" for name in ("--output", "--remote") if is_url(values.get(name))]
+    if urls and prog not in _TO_A_STORE:
+        raise RequestError(f"{prog} {urls[0]}: it writes to local disks alone; give a path.")
     for name, value in values.items():
         if isinstance(value, float):
             Bounds(least=0).check(name[2:], value)
@@ -171,9 +167,6 @@ def _names(words: list[str], prog: str) -> list[str]:
         if not _FLAG.match(word):
             continue
         key = _name(word) if _name(word) in kinds else _name(word).removeprefix("no-")
-        for flag in (key, f"{key} {following}", f"{key} {word.partition('=')[2]}"):
-            if flag in _GONE:
-                raise RequestError(f"--{flag} is gone: {_GONE[flag]}.")
         if key not in kinds:
             raise unknown("flag", word.partition("=")[0], [f"--{kind}" for kind in kinds], f"{prog} --help lists all.")
         if kinds[key] is bool and "=" in word:
@@ -197,10 +190,11 @@ def _parsed(call: Callable[[], T], prog: str) -> T:
         raise RequestError(f"{sentence}; {prog} --help lists all.") from error
 
 
-def _check_code(base: RunConfig, names: Collection[str], source: Path | None) -> None:
-    """Raise `RequestError` for untrusted code, which a file names but no flag. `names` are those of the flags."""
-    untrusted = {key: value for key, value in flatten(base, NAMES_OF_CODE).items() if ":" in value and key not in names}
-    if repeated := " ".join(f"--{key} {shlex.quote(value)}" for key, value in untrusted.items()):
+def _check_code(values: Mapping[str, str | list[str]], source: Path | None) -> None:
+    """Raise `RequestError` for untrusted code, which a file names but no flag. `values` are those that no flag set."""
+    lists = {key: [value] if isinstance(value, str) else value for key, value in values.items()}
+    untrusted = {key: words for key, words in lists.items() if any(":" in word for word in words)}
+    if repeated := " ".join(f"--{key} {shlex.quote(word)}" for key, words in untrusted.items() for word in words):
         raise RequestError(
             f"{shown(source)} names code, which is imported only if the command line names it; if you trust it, add "
             f"{repeated}."

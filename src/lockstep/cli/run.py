@@ -62,7 +62,7 @@ def parse(words: list[str], *, prog: str) -> tuple[RunConfig, Script]:
 
     # The script decides on model and data; the default folder has its name.
     base = RunConfig(model=ModelConfig(name=name if is_module else Path(name).stem), data=DataConfig(name=""))
-    config = flags.parse(flag_words, prog=prog, base=base, imports=False, check=check)
+    config = flags.parse(flag_words, prog=prog, base=base, imports=("track",), check=check)
     if config.parallel.drives_all:
         raise RequestError(
             f"--strategy {config.parallel.strategy} drives several devices from one process, and each process of a "

@@ -19,7 +19,10 @@ FILE = "steps.jsonl"
 STEP, SECONDS, ACCURACY = range(3)  # of an evaluation: its step, the seconds of training until then, and its accuracy
 JOB = ("model", "data", "step", "augment", "image-size", "samples", "holdout", "classes")
 """The options that identify a job."""
-_BORING = ("output", "resume", "quiet", "log-every", "timeout", "stall-timeout", "init-method", "launcher", "data-dir")
+_BORING = (
+    *("output", "resume", "quiet", "track", "log-every", "timeout", "stall-timeout", "init-method", "launcher"),
+    "data-dir",
+)
 _FLOATS = ("top1", "samples_per_s", "images_per_s", "step_p50_s", "step_p95_s")  # of a summary.json
 _STATES = {0: "done", 1: "failed", 2: "refused", 3: "proof failed", 75: "stopped"}
 

@@ -71,6 +71,14 @@ LAUNCHERS = {
 }
 
 
+TRACKERS = {
+    **{name: f"'lockstep-torch[{name}]'" for name in ("wandb", "mlflow", "swanlab")},
+    "trackio": "trackio",  # no extra: it needs an older Pillow than lockstep
+    "csv": "",
+}
+"""Experiment trackers, by the modules of their libraries; and what pip installs for each."""
+
+
 def with_ranks() -> str:
     """Name the strategies with several processes, joined by "or"."""
     return " or ".join(name for name, kind in KINDS.items() if kind.has_ranks)

@@ -40,6 +40,7 @@ from ..world.random_state import Generators, preserve_generators
 from . import counter
 from .ranks import COMPARED, Signature, is_alike, signature
 from .source import Indices
+from .transfer import to_device
 
 GENERATORS = 3
 """Number of generators, each with its own key: torch and NumPy have one algorithm, and would draw the same numbers."""
@@ -132,8 +133,9 @@ class Batches:
         dataset = self.dataset
         if type(dataset) is TensorDataset and self._collate is default_collate:
             # Collating single samples takes longer than a small net's step.
-            rows = torch.from_numpy(indices)
-            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
+            rows, devices = torch.from_numpy(indices), {tensor.device for tensor in dataset.tensors}
+            rows_on = {device: to_device(rows, device) for device in devices}
+            return [tensor.index_select(0, rows_on[tensor.device]) for tensor in dataset.tensors]
         states = Generators.now(())
         if not self._draws:
             getitems, index_list = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()

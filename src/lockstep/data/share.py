@@ -7,16 +7,14 @@ collate function's draws depend on (seed, epoch, first sample of the share) and,
 from __future__ import annotations
 
 import copy
-import dataclasses
 import operator
 import random
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from ..batching import BatchPlan, Share
@@ -28,6 +26,7 @@ from .feed import GENERATORS, MIXES, PACKS, Batches, Feed, Mark, Stream, seed
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
+from .transfer import map_ahead, moved
 
 _GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
@@ -271,7 +270,12 @@ class SharedLoader:
                     [(keys, places if self._sampler_order is None else self._sampler_order[places], None)], tasks
                 )
         # No reference to a yielded batch stays here: a session checks whether the user still has the batch.
-        return Micros(filter(None, map(self._to_micro, answers := self._feed.answers(keys, tasks))), answers)
+        micros: Iterator[Micro] = filter(None, map(self._to_micro, answers := self._feed.answers(keys, tasks)))
+        if self._moves:
+            # Without workers, nothing is read ahead: the loop may change its data set between two batches.
+            move, device = self._moved, self._world.device
+            micros = map_ahead(move, micros, device) if self.workers else map(move, micros)
+        return Micros(micros, answers)
 
     def _to_micro(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
         indices, share, batch = answer
@@ -285,8 +289,10 @@ class SharedLoader:
             if self._signatures is None:
                 self._signatures, self._collation = signatures, collation
             return None
-        batch = moved(batch, *self._destination) if self._moves else batch
         return Micro(batch, share, indices[: share.size])
+
+    def _moved(self, micro: Micro) -> Micro:
+        return micro._replace(batch=moved(micro.batch, *self._destination))
 
     def _training(self, epoch: int, first: int, drawn_as: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
@@ -353,29 +359,6 @@ class SharedLoader:
         finally:
             for generator, state in zip(generators, states, strict=True):  # the user may draw from it, too
                 generator.set_state(state)
-
-
-def moved(part: Any, *destination: Any) -> Any:
-    """Return `part` with its tensors moved to (device, floating-point dtype or None, non_blocking)."""
-    device, dtype, non_blocking = destination
-    if isinstance(part, Tensor):
-        return part.to(device, dtype if part.is_floating_point() else None, non_blocking=non_blocking)
-    if to := getattr(part, "to", None):
-        part = to(device)
-    if isinstance(part, MutableMapping):
-        # A copy: its class may have attributes beyond its items, as Hugging Face's BatchEncoding does.
-        duplicate: Any = copy.copy(part)
-        duplicate.update({key: moved(value, *destination) for key, value in part.items()})
-        return duplicate
-    if to is None and isinstance(part, tuple | list):
-        parts = [moved(item, *destination) for item in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-    if to is None and dataclasses.is_dataclass(part) and not isinstance(part, type):
-        duplicate = copy.copy(part)
-        for field in dataclasses.fields(part):  # also of a frozen dataclass
-            object.__setattr__(duplicate, field.name, moved(getattr(part, field.name), *destination))
-        return duplicate
-    return part
 
 
 def _global_batch(loader: Any) -> int:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from .. import user_code
 from ..config.schema import RunConfig
 from ..data import users
-from ..data.share import moved
 from ..data.source import hold_out
+from ..data.transfer import moved
 from ..errors import RequestError
 from ..models import table as models_table
 from ..models.modes import evaluating

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from .position import Position
 from .prepared import Prepared
 from .report import describe_start
 from .saving import Saver
+
+if TYPE_CHECKING:
+    from .profiler import Profiler
 
 
 class Stage(Enum):
@@ -80,6 +83,13 @@ class Loop:
         self._world, self._is_measurement, self._on_resume = world, is_measurement, resumed
         self._saver = None if self.folder is None else Saver(self.folder, run, world, self.callbacks)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
+        self._profiler: Profiler | None = None
+        if config.record.profile:
+            if self.folder is None:
+                raise RequestError("--profile writes its traces to the run's folder, and there is none: give --output.")
+            from .profiler import Profiler  # late: it imports torch.profiler
+
+            self._profiler = Profiler(config.record.profiled_steps, world, self.folder)
         prepared.exchange.asks = lambda: self.stop.asked
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
@@ -126,6 +136,7 @@ class Loop:
         world.together(self._record_start)
         self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.stage = Stage.RUNNING
+        self._profile()
         self.start_clock()
 
     def _record_start(self) -> None:
@@ -221,6 +232,7 @@ class Loop:
         weights, if they step by their own gradients.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
+        self._profile()
         waits = self.prepared.exchange.drift > 0
         if not waits and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
@@ -239,6 +251,17 @@ class Loop:
             self._is_due = (self._is_stopping or save) and not has_ended and not waits
             if saves:
                 self.save_due()
+
+    def _profile(self) -> None:
+        """Begin, continue or end the trace of `--profile`, if any; record its report (*collective*)."""
+        profiler, step = self._profiler, self.position.step
+        if profiler is None:
+            return
+        if step == profiler.steps[-1]:
+            self._is_stopping = self.record_steps() or self._is_stopping
+        if (report := profiler.advance(step)) is not None:
+            self.start_clock()  # writing the trace is no part of a step
+            self.recorder.record("profile", **report)
 
     def save_due(self) -> None:
         """Save or stop if that is due since the last step (*collective*)."""
@@ -373,6 +396,8 @@ class Loop:
             return
         self.stage = Stage.FINISHED
         self.record_steps()
+        if self._profiler is not None and not self._profiler.is_done:
+            self.warn(f"--profile {self.config.record.profile}: this start has not made all of these steps: no trace")
         position = self.position
         if self._saved_at != position.step:
             if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
@@ -383,6 +408,7 @@ class Loop:
         self.summary = plain('session.on("end")', self.callbacks.call("end", **fields)) | fields
         self._record_checks()
         self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
+        self.recorder.flush()  # while Python can start threads, unlike at the end of a script
         if reason:
             raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {reason}; {hint}.")
         self._stop_handling.close()
@@ -410,6 +436,8 @@ class Loop:
     def close(self) -> None:
         """Release the folder, also after an error."""
         with self._stop_handling:
+            if self._profiler is not None:
+                self._profiler.close()
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..checkpoint import Checkpoints, peek
 from ..checkpoint.state import State
 from ..files import DEFECTS, shown
+from ..monitor.progress import SETUP
 from ..world.world import World
 from .callbacks import Callbacks
 from .folders import unwritable
@@ -21,7 +22,8 @@ class Saver:
 
     def __init__(self, folder: Path, run: OpenRun, world: World, callbacks: Callbacks) -> None:
         """Open the folder's checkpoints (*collective*)."""
-        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {shown(folder)}"
+        place = run.config.record.remote or shown(folder)
+        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {place}"
         self._run, self._world, self._callbacks = run, world, callbacks
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)
@@ -43,7 +45,7 @@ class Saver:
         if state is not None and origin is not None and origin.resolve().parent == folder.resolve():
             self._on_disk = state.meta["step"]
         try:
-            return Checkpoints(folder, warn=warn, saved=saved, origin=origin)
+            return Checkpoints(folder, warn=warn, saved=saved, origin=origin, keep=self._run.config.checkpoint.keep)
         except OSError as error:
             raise unwritable(folder, error) from error
 
@@ -77,6 +79,8 @@ class Saver:
         """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk."""
         with self._world.progress.during("save"):
             self.close()
+        with self._world.progress.during(SETUP):  # it may last: rank 0 waits for uploads, the others for it
+            self._run.recorder.flush()
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
             return "", self._resume_hint

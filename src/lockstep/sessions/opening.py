@@ -23,9 +23,12 @@ from .session import Session
 def session(
     *,
     output: str | Path | None = None,
+    remote: str = "",
     resume: str = "",
     checkpoint_every: int | None = None,
+    keep: int = 2,
     log_every: int = 50,
+    profile: str = "",
     verify_every: int | None = None,
     ledger: bool = False,
     seed: int = 0,
@@ -48,6 +51,7 @@ def session(
     timeout: float = 60.0,
     stall_timeout: float = 600.0,
     collectives: Literal["auto", "gloo", "shared-memory"] = "auto",
+    track: Sequence[str] = (),
     **unknown_options: Never,
 ) -> Session:
     """Return this rank's session (*collective*). A process without a launcher is the only rank.
@@ -56,10 +60,15 @@ def session(
     options. While the session of a process without a launcher is open, lockstep's `sys.excepthook` handles uncaught
     errors: it ends the ranks together and calls the previous hook. Closing the session restores that hook.
 
-    - `output`: the run's folder. Default: none, or runs/NAME under `lockstep run`.
-    - `resume`: "auto" (the last checkpoint in `output`, if any), or the path of a checkpoint or a run.
+    - `output`: the run's folder. Default: none, or runs/NAME under `lockstep run`. A URL, such as s3://bucket/run, is
+      `remote` and a folder in runs.
+    - `remote`: the URL of a folder in a store of fsspec's, to which the run is copied. Default: none.
+    - `resume`: "auto" (the last checkpoint in `output` or `remote`, if any), the path of a checkpoint or a run, or the
+      URL of a run.
     - `checkpoint_every`: optimizer steps between checkpoints. Default: an epoch.
+    - `keep`: how many of the last checkpoints stay, besides the best.
     - `log_every`: optimizer steps between log lines (fewer for slow steps).
+    - `profile`: optimizer steps to trace by torch.profiler, such as "10:15", into `output`'s folder.
     - `verify_every`: optimizer steps between comparisons of all ranks' weights; every checkpoint also follows one. 0
       disables all. Default: as often as costs under 0.5 % of the time.
     - `ledger`: count each sample in every epoch and evaluation; stop unless it came exactly once.
@@ -90,6 +99,8 @@ def session(
     - `timeout`: seconds to wait for all ranks at the start.
     - `stall_timeout`: seconds without progress on any rank until all ranks end.
     - `collectives`: transport of CPU tensors between ranks; "auto" uses shared memory among ranks of one host.
+    - `track`: experiment trackers, such as ["wandb", "csv"], or your own class as "module:name". Needs `output`, which
+      keeps their ids for a resumed run.
 
     Raises `RequestError` for options that cannot be honoured, and for a second call.
     """
@@ -116,12 +127,16 @@ def session(
         )
     resume_hint, started = "", script.take()
     is_own, has_folder = started is None, started is not None or config.record.output is not None
+    if config.record.track and not has_folder:
+        raise RequestError("lockstep.session(track=…) keeps the trackers' run ids in the run's folder; give output=.")
     if started is not None:
         decided = started.flags | {"launcher", "accelerator", "model", "data"}
         if config.parallel.strategy == "auto":
             decided |= {"strategy"}
         if not config.checkpoint.resume:
             decided |= {"resume"}  # which several nodes imply
+        if started.config.record.remote:
+            decided |= {"output", "remote"}  # a URL in one flag is both
         overrides = {key: value for key, value in flatten(started.config).items() if key in decided}
         # cuBLAS and NCCL read their settings once: those of the flag precede the group.
         if deterministic and not started.config.precision.deterministic and started.world.device.type != "cpu":

@@ -163,6 +163,11 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
     """
     if not callable(entry):
         raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
+    if config is not None and not isinstance(config, RunConfig):
+        raise RequestError(
+            f"launch takes a function without arguments, and options by name, such as devices=2; found {config!r}: "
+            "give functools.partial(function, argument)."
+        )
     name = name_of(entry).rpartition(".")[2]
     try:
         if config is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..checkpoint.shards import whole
+from ..checkpoint.shards import full_tensor
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange import base
@@ -383,7 +383,7 @@ class Session:
         `outputs` are logits (n, classes) and labels (n,), recorded for an interval's last step. Call it before
         `optimizer.step()`. The host does not wait for the device.
         """
-        self._stepper.norm = None if grad_norm is None else whole(grad_norm)
+        self._stepper.norm = None if grad_norm is None else full_tensor(grad_norm)
         self.loop.meter.pending.last = outputs if self._counts else None
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader | Evaluated) -> Iterator[Any]:
@@ -448,7 +448,7 @@ class Session:
             print(*values, **options)
 
     def log(self, **values: Any) -> None:
-        """Record values by name, in steps.jsonl and TensorBoard.
+        """Record values by name, in steps.jsonl, TensorBoard and trackers.
 
         Within a training loop, values are means over this rank's share; the record is the mean over the step's samples
         for which a value was logged, and every rank gives the same names. The host does not wait for the device.
