@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import RequestError
+from lockstep.cli.main import main
 from lockstep.runs import hub
 
 from ..command import ROOT
@@ -26,6 +26,7 @@ from ..needs import need
 pytestmark = pytest.mark.slow
 RUN = ROOT / "tests" / "golden" / "run"
 STEP = 8
+HUB, MODEL = "hub", "model.safetensors"
 WEIGHTS = (RUN / "checkpoints" / "step-00000008" / "model.safetensors").read_bytes()
 
 
@@ -48,10 +49,24 @@ def test_a_folder_has_the_weights_and_a_card_that_the_hub_reads(tmp_path: Path) 
     assert "Each epoch and each evaluation held each sample exactly once | **holds**" in card.text
     assert 'optimizer = "sgd"' in card.text
     assert "data-dir" not in card.text  # nor any other path of this machine
-    with pytest.raises(RequestError, match="exists; give the path of a new folder"):
+    with pytest.raises(FileExistsError):
         hub.write_folder(RUN, tmp_path / "model", WEIGHTS, STEP)
     hub.write_folder(RUN, tmp_path / "other", WEIGHTS, STEP - 4)
     assert ModelCard.load(tmp_path / "other" / "README.md").data.eval_results is None  # of other weights
+
+
+def test_a_run_is_exported_to_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file
+
+    run = tmp_path / "run"
+    words = ("train", "digits", "--model", "mlp", "--max-steps", "2", "--devices", "1", "--accelerator", "cpu")
+    assert main([*words, "--quiet", "--output", str(run)]) == 0
+    assert main(["export", str(run), "--to", "hub"]) == 0
+    assert "largest difference from the model 0," in capsys.readouterr().out
+    saved, exported = load_file(run / "checkpoints" / "last" / "model.safetensors"), load_file(run / HUB / MODEL)
+    assert all((exported[name] == tensor).all() for name, tensor in saved.items())
+    assert "The weights are those of step 2 of 2." in (run / HUB / "README.md").read_text()
+    assert main(["export", str(run), "--to", "hub"]) == 2  # the folder is there
 
 
 @contextmanager

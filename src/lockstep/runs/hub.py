@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from ..errors import RequestError
 from ..files import parse_json, read, shown, understanding, write_whole
-from .folders import unwritable
 
 _LOCAL = ("data-dir", "init-from", "init-method", "interface", "gpus", "resume", "output")
 """Options that name this machine's files and network."""
@@ -20,17 +18,12 @@ def write_folder(run: Path, folder: Path, weights: bytes, step: int) -> None:
     """Write `model.safetensors`, the `weights` of a run's `step`, and README.md to a new `folder`.
 
     The card's metadata have the test scores if the run evaluated that step's weights. Raises `RequestError` for a
-    folder that exists or cannot be written, for a damaged or unfinished run, and without huggingface_hub.
+    damaged or unfinished run; `OSError` for a folder that exists or cannot be written.
     """
-    try:
-        card = _card(run, step)
-        folder.mkdir(parents=True)
-        write_whole(folder / "model.safetensors", weights)
-        write_whole(folder / "README.md", card.encode())
-    except FileExistsError as error:
-        raise RequestError(f"{shown(folder)} exists; give the path of a new folder.") from error
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    card = _card(run, step)
+    folder.mkdir(parents=True)
+    write_whole(folder / "model.safetensors", weights)
+    write_whole(folder / "README.md", card.encode())
 
 
 def push(folder: Path, repo: str) -> str:
@@ -38,7 +31,8 @@ def push(folder: Path, repo: str) -> str:
 
     Endpoint and token are huggingface_hub's. Raises `RequestError` with its message.
     """
-    hub = _hub()
+    import huggingface_hub as hub  # optional
+
     try:
         hub.create_repo(repo, private=True, exist_ok=True)
         return str(hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Model trained with lockstep"))
@@ -47,16 +41,9 @@ def push(folder: Path, repo: str) -> str:
         raise RequestError(f"{shown(folder)} is written, and not pushed to {repo}: {cause}") from error
 
 
-def _hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise RequestError("The hub needs huggingface_hub: pip install 'lockstep-torch[hf]'.") from error
-    return huggingface_hub
-
-
 def _card(run: Path, step: int) -> str:
-    hub = _hub()
+    import huggingface_hub as hub
+
     with understanding(run):
         config = tomllib.loads(read(run / "config.toml").decode())
         summary = parse_json(read(run / "summary.json"))
