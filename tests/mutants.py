@@ -300,6 +300,13 @@ a batch that a collate function makes smaller is divided by its samples of befor
 a further pass has the order of the first: data/share.py
 - drawn_as = epoch + (again << 32)
 + drawn_as = epoch
+= unit/test_share.py::test_a_resumed_stream_goes_on_from_its_state_or_reads_the_batches_before_again
+a state that leaves samples out is trusted: data/feed.py
+- if signature(sample) == last and following == expected and len(expected) == more:
++ if len(expected) == more:
+a stream with other samples goes on silently: data/feed.py
+- is_same = signature(batch[-1]) == self._marks[-1].last
++ is_same = True
 = unit/test_session.py::test_gradients_that_wait_for_a_step_at_an_epochs_end_are_continued
 gradients that wait for a step are not saved: runs/prepared.py
 - if pending:

@@ -30,8 +30,8 @@ Exported = tuple[bytes, Callable[[Tensor], Tensor]]
 """A file's bytes, and the program in them: x (n, …) to logits (n, classes)."""
 
 
-def export_model(config: RunConfig, world: World, *, form: str) -> tuple[bytes, str]:
-    """Return the file of the checkpoint in `config.checkpoint.resume`, and a line on its check.
+def export_model(config: RunConfig, world: World, *, form: str) -> tuple[bytes, int, str]:
+    """Return the file of the checkpoint in `config.checkpoint.resume`, its step, and a line on its check.
 
     Exports the averaged weights if the run has them. Raises `RequestError` for a model that cannot be exported, and
     `ProofError` for a program whose outputs differ from the model's.
@@ -52,7 +52,8 @@ def export_model(config: RunConfig, world: World, *, form: str) -> tuple[bytes, 
     covers = f"on {counted(count, 'sample')} of the test set"
     if not largest <= torch.finfo(logits.dtype).eps ** 0.5 * scale:
         raise ProofError(f"--to {form}: {difference}, {covers}: that is more than rounding, and no file was written.")
-    return data, f"{shown(loaded.origin)}, step {loaded.meta['step']:,}; {difference}, {covers}"
+    step = int(loaded.meta["step"])
+    return data, step, f"{shown(loaded.origin)}, step {step:,}; {difference}, {covers}"
 
 
 def _export(form: str, job: Job, model: nn.Module, x: Tensor) -> Exported:

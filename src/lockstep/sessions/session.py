@@ -94,7 +94,7 @@ class Session:
             is_certain=lambda: shares.is_certain(has_stepped=self._stepper.has_stepped),
         )
         self._stepper = Stepper(self.loop, stepping=self._begin_step, stepped=self._end_step)
-        self.loop.pending = lambda: self._stepper.pending() | {"loaders": self._passes.positions()}
+        self.loop.pending = lambda: self._stepper.pending() | self._passes.state()
         self._passes = Passes(self.loop, self._stepper, self._draws, shares)
         self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
@@ -211,7 +211,7 @@ class Session:
             with understanding(self.loop.state.origin or Path("the checkpoint")):
                 pending = self.loop.state.meta["pending"]
                 self._stepper.restore(pending)
-                self._passes.restore([] if pending is None else pending["loaders"])
+                self._passes.restore(pending)
         self._first_step = FirstStep(
             self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
         )
