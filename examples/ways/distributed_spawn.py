@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config cc5a455d3f25:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config c2f6cd30c8be:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --launcher spawn
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config b25f6ed4ab4b:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 1aad287589ae:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4
 
 Not carried over:
