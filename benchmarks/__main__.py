@@ -1,4 +1,7 @@
-"""`python -m benchmarks [NAME …]`: measure, print a line each, write benchmarks/results/NAME.md; all by default."""
+"""`python -m benchmarks [NAME …]`: measure, print a line each, write benchmarks/results/NAME.md; all by default.
+
+`python -m benchmarks gpu` has options of its own, and is not among all.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,12 @@ NAMES = (
 
 def main(names: list[str]) -> int:
     """Run the named benchmarks one after another, and return the exit code."""
+    if names[:1] == ["gpu"]:
+        from . import gpu
+
+        return gpu.main(names[1:])
     if unknown := [name for name in names if name not in NAMES]:
-        print(f"No benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}, and `python -m benchmarks.gpu`.")
+        print(f"No benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}, and gpu.")
         return 2
     for name in names or NAMES:
         neighbours = Neighbours()

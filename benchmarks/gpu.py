@@ -1,216 +1,260 @@
-"""What one NVIDIA GPU does with our training step: `python -m benchmarks.gpu [--data-dir DIR]`.
+"""What one NVIDIA GPU does with a training step: `python -m benchmarks gpu [--parts steps,costs] [--cpu]`.
 
-First the machine itself: the rate at which it multiplies bfloat16 matrices of random numbers and copies its memory.
-Then images a second of whole training steps (data already on the GPU, crop and flip there), timed by the GPU's own
-clock, for several networks, precisions and batches, compiled and not; what share of the matrix rate that is, with the
-operations counted by torch; where one step's time goes; and what it costs to digest a model's replicas. Nothing is
-downloaded: without --data-dir the images are made up on the GPU. `--only pyramidnet-110-48` measures a part, into a
-file of its own. The file is written after each line of the table, since compiling takes minutes: what was measured is
-kept if the last one fails.
+The parts, each of which writes a file of its own, after each network again:
 
-`--device cpu` runs all of it on a processor with tiny sizes: a rehearsal, whose numbers say nothing and are not kept.
+    steps     plain torch, DDP, sessions, `lockstep train` and CUDA graphs, with GPT-2 small, ResNet-50, ResNet-18 and
+              PyramidNet-110: time of device and host, memory, operations
+    costs     digests, snapshots for checkpoints, and Muon's step
+    speedrun  seconds to 94 % on CIFAR-10, by the recipe cifar10-speedrun; digits where CIFAR-10 is not at hand
+    train     the loop of `lockstep train`, with its records
+    compiled  the ways of `steps`, compiled, which takes minutes
+    rates     images a second by precision, batch and compilation, and the kernels of a step
+
+`--cpu` runs all of it on a processor with tiny sizes: a rehearsal, whose numbers say nothing and are not kept.
+Two ranks on one GPU are `python -m benchmarks.jobs.on_gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import gc
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep import RequestError, World
-from lockstep.jobs.job import Job, assemble
-from lockstep.models import table as models
+from lockstep import RequestError, World, override, train
+from lockstep._torch import HashStore
+from lockstep.config.options import recipe
+from lockstep.record.base import Recorder
+from lockstep.world.topology import Topology
 
-from .harness import RESULTS, Neighbours, Report, Series, interleave, table, write
-from .loops import configured, fed, repeated, stepper
-from .verify import passes_over
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table."""
-
-    model: str
-    precision: str
-    batch: int
-    compile: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much is measured; the rehearsal on a CPU does the same with less."""
-
-    matrix: int
-    copied_bytes: int
-    cases: tuple[Case, ...]
-    profiled: tuple[Case, ...]
-    steps: int
-    warm_up: int
-    rounds: int
-
-
-def _cases() -> tuple[Case, ...]:
-    """Return the networks at their usual batches, then what precision, compiling and the batch change in each."""
-    small, large, residual = "pyramidnet-110-48", "pyramidnet-110-270", "resnet18"
-    found = [
-        Case(model, precision, 128, compile=False)
-        for model in (small, large, residual)
-        for precision in ("fp32", "tf32", "fp16", "bf16")
-    ]
-    for model, batches in ((small, (128, 512, 2048)), (large, (128, 512)), (residual, (128, 512, 2048))):
-        for batch in batches:
-            found += [Case(model, "bf16", batch, compile=each) for each in (False, True)]
-    return tuple(dict.fromkeys(found))
-
-
-_REAL = Plan(
-    matrix=8192,
-    copied_bytes=4 * 2**30,
-    cases=_cases(),
-    profiled=tuple(Case(model, "bf16", 128, compile=False) for model in ("pyramidnet-110-48", "resnet18")),
-    steps=20,
-    warm_up=10,
-    rounds=3,
+from . import images, rates
+from .costs import measure_costs
+from .harness import RESULTS, Neighbours, Report, Skipped, interleave, write
+from .loops import configured, engine_step_s
+from .steps import (
+    COMPILED,
+    DDP,
+    EAGER,
+    GRAPHS,
+    IN_GROUP,
+    NETWORKS,
+    PLAIN,
+    REHEARSED,
+    SESSION,
+    Cost,
+    Measured,
+    Network,
+    Way,
+    name_of,
 )
-_REHEARSAL = Plan(
-    matrix=256,
-    copied_bytes=2**22,
-    cases=(
-        Case("convnet-small", "fp32", 16, compile=False),
-        Case("convnet-small", "tf32", 16, compile=False),  # refused by a CPU: the line must say so
-        Case("convnet-small", "fp16", 16, compile=False),
-        Case("resnet8", "bf16", 16, compile=True),
-    ),
-    profiled=(Case("resnet8", "bf16", 16, compile=False),),
-    steps=2,
-    warm_up=1,
-    rounds=2,
+
+TARGET = 0.94
+_COLUMNS = (
+    *("network", "way", "ms a step", "÷ plain", "host, ms", "memory, GiB", "operations", "launches", "first step, s"),
+)
+_METHOD = (
+    "bfloat16 by autocast, fused SGD with momentum or AdamW, one batch that stays on the device. Sessions take theirs "
+    "from a loader. `session` is alone; `plain DDP` and `session, ddp` exchange gradients in a process group of one "
+    "rank; `train` is the step of `lockstep train`. `graphs` are CUDA graphs of the passes. All ways of a network take "
+    "turns. `host` is the time to queue a step on an idle device, memory the allocator's peak less what the other ways "
+    "hold. Operations are kernels, copies and fills by torch's profiler (a CPU's: operators); launches are the host's "
+    "calls."
 )
 
 
-class Clock:
-    """Times work on one device: by CUDA events on a GPU, so that the host's own delays count only where they show."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds from the begin of `work` to the end of all that it queued."""
-        if self.device.type != "cuda":
-            begin_s = time.perf_counter()
-            work()
-            return time.perf_counter() - begin_s
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self.device)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+def steps(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:
+    """Yield the report of the ways that compile nothing, after each network."""
+    yield from _of_ways("steps", EAGER, device, only, is_rehearsal)
 
 
-def matrix_flops(clock: Clock, side: int, dtype: torch.dtype, rounds: int) -> Series:
-    """Return operations a second of the product of two random matrices, side × side.
-
-    Random, because a GPU draws less power and clocks higher on zeros.
-    """
-    a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
-    times = 20
-
-    def multiply() -> None:
-        for _ in range(times):
-            a @ b
-
-    clock.seconds(multiply)
-    return Series(tuple(2 * side**3 * times / clock.seconds(multiply) for _ in range(rounds)))
+def compiled(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:
+    """Yield the report of the compiled ways, after each network."""
+    yield from _of_ways("compiled steps", {PLAIN: EAGER[PLAIN]} | dict(COMPILED), device, only, is_rehearsal)
 
 
-def copy_rate(clock: Clock, size_bytes: int, rounds: int) -> Series:
-    """Return bytes a second that a copy within the device's memory reads and writes together."""
-    source = torch.randint(256, (size_bytes,), dtype=torch.uint8, device=clock.device)
-    target = torch.empty_like(source)
-    times = 5
-
-    def copy() -> None:
-        for _ in range(times):
-            target.copy_(source)
-
-    clock.seconds(copy)
-    return Series(tuple(2 * size_bytes * times / clock.seconds(copy) for _ in range(rounds)))
-
-
-def image_flop(model: str, classes: int = 10, side: int = 32) -> float:
-    """Return the operations of one image forward and backward, as torch counts convolutions and products."""
-    images = 2
-    net = models.build_for(model, classes=classes, shape=(3, side, side))
-    with FlopCounterMode(display=False) as counter:
-        net(torch.zeros(images, 3, side, side)).sum().backward()
-    return float(counter.get_total_flops()) / images
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a case came to; `trouble` says why there is nothing."""
-
-    images_per_s: Series | None = None
-    repeated_per_s: Series | None = None
-    memory_bytes: int = 0
-    first_s: float = 0.0
-    """Seconds of the first step, compiling included."""
-    trouble: str = ""
-
-
-def measure_case(case: Case, data: dict[str, Any], plan: Plan, clock: Clock) -> Measured:
-    """Return the rate of a case, fed and with one batch repeated, or what it failed of."""
-    job = None
+def _of_ways(
+    title: str, ways: Mapping[str, Way], device: torch.device, only: str, is_rehearsal: bool
+) -> Iterator[Report]:
+    rounds, repeats = (2, 1) if is_rehearsal else (5, 6)
+    rows: list[tuple[str, ...]] = []
+    findings: list[str] = []
+    world = World.join(Topology(), device, HashStore(), timeout_s=60)
     try:
-        job = _job(case, data, clock.device)
-        return _measure(job, plan, clock)
-    except (RequestError, torch.OutOfMemoryError) as error:
-        return Measured(trouble=_first_line(error))
-    except Exception as error:  # a compiler's, most likely: the other cases can still be measured
-        if not case.compile:
-            raise
-        return Measured(trouble=f"{type(error).__name__}: {_first_line(error)}")
+        for network in REHEARSED if is_rehearsal else NETWORKS:
+            if only not in network.name:
+                continue
+            costs, troubles = measure_ways(ways, network, world, rounds, repeats)
+            rows += [_row(network, way, costs, troubles.get(way, "")) for way in ways]
+            findings += _ratios(network, costs)
+            yield Report(
+                title=f"Training {title} on one {name_of(device)}",
+                finding="; ".join(findings) + ".",
+                columns=_COLUMNS,
+                rows=rows,
+                method=_METHOD,
+                n=f"{rounds} rounds of {repeats} steps in turns",
+            )
+            _forget(device)
     finally:
-        if job is not None:
-            job.data.close()
-        del job
-        _forget(clock.device)
+        world.close()
 
 
-def _measure(job: Job, plan: Plan, clock: Clock) -> Measured:
-    if clock.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(clock.device)
-    once = clock.seconds(stepper(job, repeated(job), steps=1))
-    runs = {name: stepper(job, feed(job), steps=plan.steps) for name, feed in (("fed", fed), ("same", repeated))}
-    for _ in range(-(-plan.warm_up // plan.steps)):
-        for run in runs.values():
-            run()
-    images = plan.steps * job.plan.global_size
-    rates: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(plan.rounds):
-        for name, run in runs.items():
-            rates[name].append(images / clock.seconds(run))
-    memory = torch.cuda.max_memory_allocated(clock.device) if clock.device.type == "cuda" else 0
-    return Measured(Series(tuple(rates["fed"])), Series(tuple(rates["same"])), memory, once)
+def measure_ways(
+    ways: Mapping[str, Way], network: Network, world: World, rounds: int, repeats: int
+) -> tuple[dict[str, Cost], dict[str, str]]:
+    """Return the costs of the ways of one network, and why others cannot be measured."""
+    troubles: dict[str, str] = {}
+    subjects: dict[str, Measured] = {}
+    with contextlib.ExitStack() as stack:
+        for name, way in ways.items():
+            try:
+                subjects[name] = Measured(way, network, world, stack)
+            except (RequestError, torch.OutOfMemoryError) as error:
+                troubles[name] = _first_line(error)
+            except Exception as error:  # a compiler's or a graph's: the other ways can still be measured
+                troubles[name] = f"{type(error).__name__}: {_first_line(error)}"
+        turns = {name: lambda subject=subject: subject.round(repeats) for name, subject in subjects.items()}
+        found = interleave(turns, rounds=rounds)
+        costs = {name: subject.cost(found[name], repeats) for name, subject in subjects.items()}
+        subjects.clear()
+    return costs, troubles
 
 
-def _job(case: Case, data: dict[str, Any], device: torch.device) -> Job:
-    options = {"model": case.model, "precision": case.precision, "batch": case.batch, "compile": case.compile}
-    return assemble(configured(**options, **data, augment=["crop", "flip"], lr=0.01), World.alone(device))
+def _row(network: Network, way: str, costs: Mapping[str, Cost], trouble: str) -> tuple[str, ...]:
+    if way not in costs:
+        return (network.name, way, trouble, *[""] * (len(_COLUMNS) - 3))
+    cost = costs[way]
+    return (
+        *(network.name, way, cost.step_ms.text()),
+        f"{cost.step_ms.per(costs[PLAIN].step_ms).median:.3f}" if PLAIN in costs else "",
+        *(f"{cost.host_ms:.2f}", f"{cost.memory_bytes / 2**30:.2f}", str(cost.operations), str(cost.launches)),
+        f"{cost.first_s:.1f}",
+    )
+
+
+def _ratios(network: Network, costs: Mapping[str, Cost]) -> list[str]:
+    pairs = ((SESSION, PLAIN), (IN_GROUP, DDP), (GRAPHS, PLAIN), *((way, PLAIN) for way in COMPILED))
+    return [
+        f"{network.name}: {way} ÷ {other} {costs[way].step_ms.per(costs[other].step_ms).median:.3f}"
+        for way, other in pairs
+        if way in costs and other in costs
+    ]
+
+
+def loop_of_train(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:
+    """Yield the report of `lockstep train`, eager and as graphs, after each network."""
+    rows: list[tuple[str, ...]] = []
+    for network in REHEARSED if is_rehearsal else NETWORKS:
+        if not network.recipe or only not in network.name:
+            continue
+        for name, options in (("lockstep train", {}), ("lockstep train, graphs", {"cuda_graphs": "on"})):
+            rows.append((network.name, name, *_trained(network, device, options, 8 if is_rehearsal else 80)))
+        yield Report(
+            title=f"The loop of lockstep train on one {name_of(device)}",
+            finding=f"{len(rows)} runs.",
+            columns=("network", "way", "ms a step", "memory, GiB"),
+            rows=rows,
+            method="Whole runs on made-up images, cropped and flipped, with everything that happens between steps: "
+            "records, loss and gradient norm; bf16. The first two of the log's intervals are left out.",
+            n="one run each",
+        )
+        _forget(device)
+
+
+def _trained(network: Network, device: torch.device, options: dict[str, Any], count: int) -> tuple[str, str]:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    data = {"data": "fake", "image_size": network.shape[1], "samples": 8 * network.batch, "augment": ["crop", "flip"]}
+    try:
+        config = configured(
+            **{"model": network.recipe, "classes": network.classes, "batch": network.batch, "lr": 0.01} | data,
+            **{"precision": "bf16", "max_steps": count, "log_every": max(1, count // 8), "eval_every": 1000} | options,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            step_ms = 1e3 * engine_step_s(config, Path(folder) / "steps.jsonl", World.alone(device))
+    except RequestError as error:
+        return _first_line(error), ""
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    return f"{step_ms:.2f}", f"{peak / 2**30:.2f}"
+
+
+class Scores(Recorder):
+    """Keeps the score of each evaluation, and the seconds since training began."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float, float]] = []
+        self._begin_s = 0.0
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Keep an evaluation."""
+        if event == "start":
+            self._begin_s = time.perf_counter()
+        elif event == "eval":
+            self.rows.append((fields["epoch"] + 1, time.perf_counter() - self._begin_s, float(fields["top1"])))
+
+    def sentence(self) -> str:
+        """Return when the target was reached, and the last score."""
+        reached = next(
+            (f"after {spent_s:.1f} s (epoch {epoch})" for epoch, spent_s, top1 in self.rows if top1 >= TARGET), ""
+        )
+        epoch, spent_s, top1 = self.rows[-1]
+        return f"{TARGET:.0%} {reached or 'not reached'}, {top1:.2%} after {epoch} epochs and {spent_s:.1f} s"
+
+
+def speedrun(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:
+    """Yield the report of a training to the target, and last of one with CUDA graphs too."""
+    name, options = "cifar10-speedrun", dict[str, Any](download=False)
+    try:
+        options |= {"data_dir": images.cifar10()}
+        note = ""
+    except Skipped as reason:
+        name, options, note = "digits", {}, f" Digits, since CIFAR-10 is not at hand: {reason}."
+    limits = {"max_steps": 3, "batch": 64} if is_rehearsal else {}
+    findings: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for graphs in ("off", "on"):
+        try:
+            scores = Scores()
+            config = override(recipe(name), **options, **limits, strategy="single", cuda_graphs=graphs)
+            train(config, World.alone(device), scores)
+            findings.append(f"CUDA graphs {graphs}: {scores.sentence()}")
+            rows += [(graphs, str(epoch), f"{spent_s:.2f}", f"{top1:.4f}") for epoch, spent_s, top1 in scores.rows]
+        except RequestError as error:
+            findings.append(f"CUDA graphs {graphs}: {_first_line(error)}")
+        yield Report(
+            title=f"{name} on one {name_of(device)}",
+            finding=f"{'; '.join(findings)}.{note}",
+            columns=("CUDA graphs", "epoch", "seconds", "test accuracy"),
+            rows=rows,
+            method="Seconds of the wall clock from the run's start, once data and model are on the device, evaluations "
+            "and the choice of algorithms included; graphs are recorded before.",
+            n="one run each",
+        )
+
+
+def image_rates(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator[Report]:
+    """Yield the report of the rates, after each case."""
+    yield from rates.measure(device, rates.REHEARSAL if is_rehearsal else rates.REAL)
+
+
+Part = Callable[..., Iterator[Report]]
+PARTS: Mapping[str, Part] = {
+    "steps": steps,
+    "costs": measure_costs,
+    "speedrun": speedrun,
+    "train": loop_of_train,
+    "compiled": compiled,
+    "rates": image_rates,
+}
 
 
 def _forget(device: torch.device) -> None:
@@ -225,211 +269,29 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:100].replace("|", "/") if text else type(error).__name__
 
 
-def kernels(case: Case, data: dict[str, Any], plan: Plan, clock: Clock) -> str:
-    """Return a Markdown section: where the time of one training step goes, by torch's profiler."""
-    job = _job(case, data, clock.device)
-    run = stepper(job, fed(job), steps=1)
-    for _ in range(plan.warm_up):
-        run()
-    whole_s = min(clock.seconds(run) for _ in range(5))
-    on_gpu = clock.device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=activities) as seen:
-        clock.seconds(run)
-    job.data.close()
-    events = [
-        (event.key, event.count, _busy_us(event, on_gpu)) for event in seen.key_averages() if _counts(event, on_gpu)
-    ]
-    events.sort(key=lambda event: -event[2])
-    busy_us = sum(event[2] for event in events)
-    rows = [(f"`{_short(name)}`", str(count), f"{us:.0f}", f"{us / busy_us:.1%}") for name, count, us in events[:20]]
-    what = "kernels" if on_gpu else "operators"
-    return "\n".join(
-        [
-            f"## One step of {case.model}, {case.precision}, batch {case.batch}",
-            "",
-            f"{sum(event[1] for event in events)} {what}, busy for {busy_us / 1e3:.2f} ms; the step takes "
-            f"{whole_s * 1e3:.2f} ms without the profiler.",
-            "",
-            *table((what[:-1], "calls", "µs", "share"), rows),
-            "",
-        ]
-    )
-
-
-def _counts(event: Any, on_gpu: bool) -> bool:
-    """Whether the event is work itself rather than the operator that started it."""
-    if not on_gpu:
-        return bool(event.self_cpu_time_total > 0)
-    if getattr(event, "is_user_annotation", False):
-        return False
-    return bool(event.device_type.name == "CUDA" and event.self_device_time_total > 0)
-
-
-def _busy_us(event: Any, on_gpu: bool) -> float:
-    return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
-
-
-def _short(name: str) -> str:
-    """Return a kernel's name without the arguments of its templates."""
-    name = name.replace("void ", "").replace("(anonymous namespace)::", "").replace("|", "/")
-    bare = re.sub(r"<.*|\(.*", "", name)
-    inner = re.search(r"(\w*(?:Functor|_kernel|Kernel)\w*)", name[len(bare) :])
-    return (f"{bare} … {inner[1]}" if inner and inner[1] not in bare else bare)[:90]
-
-
-def digests(plan: Plan, clock: Clock) -> str:
-    """Return a Markdown section: what a check of replicas costs there, a digest against reading the same bytes once."""
-    passes, size_bytes = passes_over(clock.device)
-    found = interleave(
-        {name: lambda work=work: clock.seconds(work) * 1e3 for name, work in passes.items()},  # type: ignore[misc]
-        rounds=10 * plan.rounds,
-        warm_up=2,
-    )
-    ratio = found["digest"].per(found["read"])
-    rows = [(name, series.text(".3f"), series.per(found["read"]).text()) for name, series in found.items()]
-    return "\n".join(
-        [
-            "## A digest of ResNet-50's parameters and momentum",
-            "",
-            f"{size_bytes / 1e6:.0f} MB; {ratio.median:.2f} times as long as to read them once (their sum as 64-bit "
-            "integers, each tensor by itself).",
-            "",
-            *table(("pass", "ms", "÷ read"), rows),
-            "",
-        ]
-    )
-
-
-def _data(folder: Path | None) -> dict[str, Any]:
-    if folder is None:
-        return {"data": "fake", "image_size": 32, "samples": 50_000}
-    return {"data": "cifar10", "data_dir": folder, "download": False}
-
-
-def measure(device: torch.device, folder: Path | None, plan: Plan) -> Iterator[Report]:
-    """Yield the report of one device after each case, and last the whole one."""
-    clock, data = Clock(device), _data(folder)
-    rate, copied = (
-        matrix_flops(clock, plan.matrix, torch.bfloat16, plan.rounds),
-        copy_rate(clock, plan.copied_bytes, plan.rounds),
-    )
-    _say(f"matrices {rate.median / 1e12:.1f} TFLOP/s bf16, copies {copied.median / 1e12:.3f} TB/s")
-    _forget(device)
-    flop = {model: image_flop(model) for model in dict.fromkeys(case.model for case in plan.cases)}
-    done: list[tuple[Case, Measured]] = []
-
-    def report(sections: Sequence[str] = ()) -> Report:
-        left = len(plan.cases) - len(done)
-        return Report(
-            title=f"Training on one {_name(device)}",
-            finding=f"bf16 matrices of {plan.matrix}²: {rate.median / 1e12:.0f} TFLOP/s; copies: "
-            f"{copied.median / 1e12:.2f} TB/s read and written. Best rates: {_best(done, flop, rate.median)}."
-            + (f" **Cut short:** {left} cases were not measured." if left else ""),
-            columns=_COLUMNS,
-            rows=[_row(case, found, flop[case.model], rate.median) for case, found in done],
-            method=f"Whole training steps of ours (images fetched, cropped and flipped on the device; forward, "
-            f"backward, SGD) by CUDA events around {plan.steps} steps. Matrix rate: {rate.text('.3g')} FLOP/s, copy "
-            f"rate: {copied.text('.3g')} B/s. GFLOP are those of convolutions and products, forward and backward, as "
-            "torch.utils.flop_counter counts them. Memory is the allocator's peak. The data set is "
-            f"{data['data']}.",
-            n=f"{plan.rounds} rounds of {plan.steps} steps, fed and repeated in turns",
-            more="\n".join(sections),
-        )
-
-    for case in plan.cases:
-        done.append((case, measure_case(case, data, plan, clock)))
-        found = report()
-        _say(" | ".join(found.rows[-1]))
-        yield found
-    sections: list[str] = []
-    for case in plan.profiled:
-        sections.append(kernels(case, data, plan, clock))
-        yield report(sections)
-    sections.append(digests(plan, clock))
-    yield report(sections)
-
-
-def _best(done: Sequence[tuple[Case, Measured]], flop: dict[str, float], matrix_rate: float) -> str:
-    """Return each model's best rate, and what share of the matrix rate that is."""
-    best: dict[str, float] = {}
-    for case, found in done:
-        if found.images_per_s is not None:
-            best[case.model] = max(best.get(case.model, 0.0), found.images_per_s.median)
-    return "; ".join(
-        f"{model} {images_per_s:,.0f} images/s ({images_per_s * flop[model] / matrix_rate:.1%} of the matrix rate)"
-        for model, images_per_s in best.items()
-    )
-
-
-_COLUMNS = (
-    "model",
-    "precision",
-    "batch",
-    "compiled",
-    "images/s",
-    "ms a step",
-    "fed ÷ one batch repeated",
-    "GFLOP an image",
-    "TFLOP/s",
-    "of the matrix rate",
-    "memory, GiB",
-    "first step, s",
-)
-
-
-def _row(case: Case, found: Measured, flop: float, matrix_rate: float) -> tuple[str, ...]:
-    head = (case.model, case.precision, str(case.batch), "yes" if case.compile else "no")
-    if found.images_per_s is None or found.repeated_per_s is None:
-        return (*head, found.trouble, *[""] * (len(_COLUMNS) - len(head) - 1))
-    rate = found.images_per_s.median
-    return (
-        *head,
-        found.images_per_s.text(",.0f"),
-        f"{case.batch / rate * 1e3:.2f}",
-        f"{found.images_per_s.per(found.repeated_per_s).median:.3f}",
-        f"{flop / 1e9:.2f}",
-        f"{rate * flop / 1e12:.1f}",
-        f"{rate * flop / matrix_rate:.1%}",
-        f"{found.memory_bytes / 2**30:.2f}",
-        f"{found.first_s:.1f}",
-    )
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (rehearsal)"
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write the report, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, help="folder that holds cifar-10-batches-py; made-up images without")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="measure only models whose names contain this")
+    """Measure, write a report for each part, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--only", default="", help="only networks whose names contain this")
+    parser.add_argument("--cpu", action="store_true", help="rehearse on a CPU with tiny sizes")
     asked = parser.parse_args(arguments)
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        _say("gpu: skipped: torch sees no NVIDIA GPU; --device cpu rehearses.")
+    names = asked.parts.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"--parts {', '.join(unknown)}: there are {', '.join(PARTS)}")
+    if not (asked.cpu or torch.cuda.is_available()):
+        print("gpu: skipped: torch sees no NVIDIA GPU; --cpu rehearses.", flush=True)
         return 0
-    device = torch.device("cuda", torch.cuda.current_device()) if asked.device == "cuda" else torch.device("cpu")
-    plan = _REAL if asked.device == "cuda" else _REHEARSAL
-    plan = dataclasses.replace(
-        plan,
-        cases=tuple(case for case in plan.cases if asked.only in case.model),
-        profiled=tuple(case for case in plan.profiled if asked.only in case.model),
-    )
-    if not plan.cases:
-        parser.error(f"--only {asked.only}: no model's name contains it")
-    neighbours = Neighbours()
-    folder = RESULTS if asked.device == "cuda" else Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{_name(device)} {asked.only}".lower()).strip("-")
-    command = " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if arguments is None else arguments)])
-    for report in measure(device, asked.data_dir, plan):
-        path = write(f"gpu-{slug}", report, command=command, disturbed=neighbours.share(), folder=folder)
-    _say(f"gpu: {report.finding} ({path})")
+    device = torch.device("cpu") if asked.cpu else torch.device("cuda", torch.cuda.current_device())
+    torch.backends.cudnn.benchmark = True  # for the plain ways, as `lockstep train` has it
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-")) if asked.cpu else RESULTS
+    command = " ".join(["python -m benchmarks gpu", *(sys.argv[1:] if arguments is None else arguments)])
+    for name in names:
+        neighbours = Neighbours()
+        slug = re.sub(r"[^a-z0-9]+", "-", f"gpu {name_of(device)} {name} {asked.only}".lower()).strip("-")
+        for report in PARTS[name](device, only=asked.only, is_rehearsal=asked.cpu):
+            path = write(slug, report, command=command, disturbed=neighbours.share(), folder=folder)
+            print(f"{name}: {report.finding} ({path})", flush=True)
     return 0
 
 

@@ -22,7 +22,8 @@ from links import broken_links
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 HOWTO = (
-    *("own-loop", "resume", "slurm", "nodes", "notebooks", "finetuning", "evaluation", "trackers"),
+    *("own-loop", "resume", "slurm", "kubernetes", "nodes", "notebooks", "finetuning", "evaluation", "export"),
+    "trackers",
     *("debugging-a-hang", "leave"),
 )
 FROM = ("from-torchrun", "from-accelerate", "from-lightning", "from-the-classic-tutorials")

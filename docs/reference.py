@@ -11,7 +11,7 @@ from collections.abc import Callable
 import lockstep
 from lockstep.cli.main import VERBS, main
 
-MORE_VERBS = {"verify": ["verify gradients", "verify curve"], "submit": ["submit slurm"]}
+MORE_VERBS = {"verify": ["verify gradients", "verify curve"], "submit": ["submit slurm", "submit kubernetes"]}
 QUOTED = re.compile(r""": (?:'([^']*)'|"([^"]*)")""")  # an annotation
 
 

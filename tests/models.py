@@ -48,6 +48,15 @@ class Busy(Dropped):
             torch.cuda._sleep(100_000_000_000)  # cycles of its clock
 
 
+class Asserting(Dropped):
+    """A net that reads beyond a tensor at the fifth pass, which a GPU notices in the middle of its work."""
+
+    def happen(self) -> None:
+        weight = self.get_parameter("body.1.weight")
+        if self.passes == 5 and weight.is_cuda:
+            weight.index_select(0, torch.full((1,), len(weight), device=weight.device))
+
+
 class Flipping(Dropped):
     """A net in which a bit of a weight flips on rank 1, at the eighth pass of training."""
 
@@ -164,3 +173,25 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x)).relu()
         return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Choosing(nn.Module):
+    """A net whose forward pass branches on a value: no program is the same for all batches."""
+
+    def __init__(self, classes: int, image_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(image_size**2, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x.flatten(1))
+        return -logits if logits.sum() > 0 else logits
+
+
+class Drifting(Choosing):
+    """A net that computes something else at each call, which no export can follow."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return self.linear(x.flatten(1)) + self.calls  # type: ignore[no-any-return]

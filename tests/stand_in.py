@@ -1,29 +1,93 @@
 """A device in Python, `npu`, that computes on the CPU: `python -m tests.stand_in` trains on it as on an accelerator.
 
 Its tensors have the device type that torch keeps for others' devices (PrivateUse1). Code that mixes tensors of two
-devices, or takes whatever is no CPU for CUDA, fails here.
+devices, or takes whatever is no CPU for CUDA, fails here. So does code that uses what another stream has made without
+waiting for it, or lets a stream take memory that the computation may still use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.config.options import override
+from lockstep.config.schema import RunConfig
+from lockstep.data import order, sets, users
+from lockstep.data.images import Transform
+from lockstep.data.share import SharedLoader
+from lockstep.data.source import Request, Source
+from lockstep.data.transfer import copy_stream
+from lockstep.world.world import World
 
 NAME = "npu"
 
 
+class Stream:
+    """In place of torch.Stream. Its work is done at once; `made` is the number of operations so far.
+
+    `seen` has that number, of each other stream, when this one last waited for it.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.made, self.seen = 0, dict[Stream, int]()
+        self.events = list[Any]()
+        """Those that nobody has waited for."""
+
+    def __enter__(self) -> None:
+        current.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        current.pop()
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> Any:
+        self.events.append(SimpleNamespace(stream=self, made=self.made))
+        return self.events[-1]
+
+    def wait_event(self, event: Any) -> None:
+        event.stream.events.remove(event)
+        self.seen[event.stream] = event.made
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.seen[stream] = stream.made
+
+    def check(self, tensor: Stored) -> None:
+        """Refuse a tensor of another stream that this one has not waited for."""
+        stream, made = tensor.made
+        if stream is not self and self.seen.get(stream, 0) < made:
+            raise RuntimeError("a tensor is used before it is there")
+
+    def allocate(self) -> tuple[Stream, int]:
+        """Return when and where a tensor was made; refuse memory that the computation may use."""
+        if self is not current[0] and self.seen.get(current[0], 0) < current[0].made:
+            raise RuntimeError("a stream has not waited for the computation whose memory it takes")
+        self.made += 1
+        return self, self.made
+
+
+current = [Stream()]
+"""Streams of the enclosing `with` blocks, after the one that computes."""
+
+
 class DeviceModule:
     """In place of torch.npu."""
+
+    Stream = Stream
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -75,9 +139,10 @@ class Event:
 
 
 class Stored(torch.Tensor):
-    """A tensor of the device. `held` is its memory, on the CPU."""
+    """A tensor of the device. `held` is its memory, on the CPU; `made` is (stream, number of its operation)."""
 
     held: Tensor
+    made: tuple[Stream, int]
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Stored:
@@ -89,7 +154,7 @@ class Stored(torch.Tensor):
             dtype=held.dtype,
             device=torch.device(NAME, 0),
         )
-        made.held = held
+        made.held, made.made = held, current[-1].allocate()
         return made
 
     def untyped_storage(self) -> Any:
@@ -117,6 +182,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     def lower(value: Any) -> Any:
         if isinstance(value, Stored):
+            current[-1].check(value)
             devices.add(NAME)
             stored[id(value.held)] = value
             return value.held
@@ -133,6 +199,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if "cpu" in devices and NAME in devices and "copy" not in func.name() and "index" not in func.name():
         raise RuntimeError(f"{func.name()} has tensors of two devices")
     result = func(*lowered, **options)
+    if makes_stored and args and isinstance(args[0], Tensor) and args[0].numel():
+        uploads.append(tuple(args[0].shape))
     is_stored = makes_stored or (to is None and NAME in devices)
 
     def lift(value: Any) -> Any:
@@ -143,6 +211,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return Stored(value) if is_stored and not any(value is arg for arg in args) else value
 
     return tree_map(lift, result)
+
+
+uploads: list[tuple[int, ...]] = []
+"""Shapes of the tensors that were copied from the host to the device."""
 
 
 class Factories(TorchDispatchMode):
@@ -168,10 +240,13 @@ def install() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, DeviceModule())
     # What a device in Python cannot have.
     accelerator: Any = torch.accelerator
-    torch.Event = Event  # type: ignore[assignment, misc]
-    accelerator.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
+    torch.Event, torch.Stream = Event, Stream  # type: ignore[assignment, misc]
+    methods: Any = torch.Tensor
+    methods.pin_memory = lambda tensor, device=None: tensor
+    accelerator.current_stream = lambda device=None: current[-1]
     accelerator.memory_allocated = accelerator.max_memory_allocated = lambda device=None: 0
     accelerator.synchronize = lambda device=None: None
+    accelerator.get_memory_info = lambda device=None: (1 << 30, 1 << 30)
 
 
 def main() -> list[float]:
@@ -197,10 +272,74 @@ def main() -> list[float]:
     return losses
 
 
+def read(batches: Iterable[Any], device: torch.device) -> dict[str, list[Any]]:
+    """Return hashes of the batches (x, y, …); at each, the number of copies so far, and of those under way."""
+    uploads.clear()
+    result: dict[str, list[Any]] = {"batches": [], "copies": [], "under way": []}
+    stream: Any = copy_stream(device)
+    for x, y, *_ in batches:
+        result["copies"].append(len(uploads))
+        result["under way"].append(0 if stream is None else len(stream.events))
+        result["batches"].append([digest(x * 1), digest(y)])  # computes
+    return result
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def data_sets() -> dict[str, Any]:
+    """Return what `read` returns for an epoch of each data set, on the CPU and on the device."""
+    order.CHUNK = 600  # of 1437 images
+
+    def read_source(source: Source, device: torch.device) -> Any:
+        shares = np.array_split(np.random.default_rng(0).permutation(len(source)), 6)
+        with contextlib.closing(source):
+            return read(source.stream(shares, epoch=3), device)
+
+    def built(device: torch.device, **options: Any) -> Source:
+        config = override(RunConfig(), augment=["crop", "flip", "cutout"], image_size=8, samples=1437, **options).data
+        return sets.build(config, seed=1, world=World.alone(device), dtype=torch.float64, channels_last=True).train
+
+    def own(device: torch.device, workers: int) -> Source:
+        config = override(RunConfig(), workers=workers).data
+        request = Request(config=config, seed=1, world=World.alone(device), dtype=torch.float64, channels_last=True)
+        transform = Transform(request, (3, 8, 8), ("crop", "flip"), (0.0,) * 3, (255.0,) * 3, turns=True)
+        return users.Streamed(request, Photos(), "train", 10, transform)
+
+    def read_loader(device: torch.device, workers: int) -> Any:
+        loader = SharedLoader(DataLoader(Photos(), 8, num_workers=workers), World.alone(device), seed=1)
+        with contextlib.closing(loader.micros(0)) as micros:
+            return read((micro.batch for micro in micros), device)
+
+    def read_all(device: torch.device) -> dict[str, Any]:
+        result = {
+            "digits": read_source(built(device, data="digits"), device),
+            "digits in host memory": read_source(built(device, data="digits", on_device="off"), device),
+            "fake": read_source(built(device, data="fake"), device),
+        }
+        for workers, words in enumerate(("no worker", "1 worker")):
+            result[f"own data, {words}"] = read_source(own(device, workers), device)
+            result[f"loader, {words}"] = read_loader(device, workers)
+        return result
+
+    on_cpu, on_device = read_all(torch.device("cpu")), read_all(torch.device(NAME, 0))
+    return {name: (on_cpu[name], on_device[name]) for name in on_cpu}
+
+
+class Photos(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(256, (3, 8, 8), dtype=torch.uint8, generator=generator), index % 10
+
+
 if __name__ == "__main__":
     import lockstep
 
     install()
     with Factories(), Literals():
         runs = lockstep.launch(main, accelerator="cpu", devices=1), lockstep.launch(main, accelerator="npu", devices=1)
-    print(json.dumps(runs))
+        print(json.dumps({"losses": runs, "data": data_sets()}))

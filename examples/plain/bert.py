@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 try:
     from transformers import BertConfig, BertForMaskedLM
 except ImportError:
-    sys.exit("This example needs transformers: pip install 'lockstep-torch[peers]'.")
+    sys.exit("This example needs transformers: pip install 'lockstep-torch[hf]'.")
 
 VOCABULARY, LENGTH, PAD, MASK = 32, 16, 0, 1
 NONE = -100

@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 9a7b311c5252:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 076bccb341d2:
     lockstep eject cifar10-pyramidnet --strategy dp --devices 2
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     python train.py --rank R  # for R from 0 to 1, on each process's host
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 52b6bfeba664:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config bb96d938522b:
     lockstep eject cifar10-pyramidnet --strategy ddp --world-size 2 --rank 0 --init-method
         tcp://127.0.0.1:29500
 

@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config c2f6cd30c8be:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 1c4f5cb1e127:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --launcher spawn
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 1aad287589ae:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 0354c60ad664:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4
 
 Not carried over:

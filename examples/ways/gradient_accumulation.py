@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 5653244f80e8:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 51fed86a0d04:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --accumulate 4
 
 Not carried over:

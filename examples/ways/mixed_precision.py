@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config b2f1fdabf239:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 7a89823fab02:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --precision fp16
 
 Not carried over:

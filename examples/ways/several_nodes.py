@@ -2,7 +2,7 @@
 
     python train.py --rank R  # for R from 0 to 2, on each process's host
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 4f6bded653d8:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 469a79b703bb:
     lockstep eject cifar10-pyramidnet --strategy hybrid --gpus 0,1 --world-size 3 --rank 0 --init-method
         file:///SHARED/rendezvous
 

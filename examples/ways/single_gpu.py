@@ -2,7 +2,7 @@
 
     python train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config f0ed58bed30e:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 97e04b1ef895:
     lockstep eject cifar10-pyramidnet --strategy single
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     srun --ntasks N python train.py  # in a job
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 4bb9875da5cd:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config a98486bbdeca:
     lockstep eject cifar10-pyramidnet --strategy ddp --slurm
 
 Not carried over:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 train.py
 
-Written by lockstep 0.1.0. In float64 its losses are the run's. Config 8a329b4bb64c:
+Written by lockstep 0.1.0. In float64 its losses are the run's. Config 2558fb842e69:
     lockstep eject cifar10-pyramidnet --strategy ddp --devices 4 --accelerator cuda
 
 Not carried over:

@@ -169,11 +169,11 @@ def step_with_hooks(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
 
 
 def hook_step(
-    optimizer: Optimizer, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+    optimizer: Optimizer, pre_hook: Callable[[Optimizer], None], post_hook: Callable[[Optimizer], None]
 ) -> list[RemovableHandle]:
-    """Call `before` and `after` around the optimizer's own arithmetic; see `move_innermost`."""
-    first = optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer))
-    last = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: after(optimizer))
+    """Call the hooks before and after the optimizer's arithmetic; see `move_innermost`."""
+    first = optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: pre_hook(optimizer))
+    last = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: post_hook(optimizer))
     return [first, last]
 
 

@@ -98,6 +98,13 @@ def read_span(path: Path, offset: int, size: int) -> bytes:
     return data
 
 
+def read_end(path: Path, start: int, most_bytes: int) -> bytes:
+    """Return the bytes from `start` on, of which only the last `most_bytes`. Raises OSError for a link or a pipe."""
+    with open(path, "rb", opener=unlinked) as file:
+        file.seek(max(start, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes)
+
+
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a foreign file with their ends. Raises as `read`, and for a line of 64 MiB."""
     with open(path, "rb", opener=unlinked) as file:

@@ -160,7 +160,7 @@ def gpus(visible: str | None) -> tuple[Gpu, ...]:
 def select(
     gpus: Sequence[Gpu], visible: str | None, parts: Mapping[str, Sequence[Gpu]] = MappingProxyType({})
 ) -> tuple[Gpu, ...]:
-    """Return those of `found` that CUDA_VISIBLE_DEVICES leaves, in its order.
+    """Return those of `gpus` that CUDA_VISIBLE_DEVICES leaves, in its order.
 
     As CUDA reads it: indices or unambiguous prefixes of UUIDs, up to the first that does not exist. `parts` are the
     partitions (MIG) of divided GPUs by UUID. CUDA shows a process one partition, the first, and then no other GPU
@@ -168,8 +168,8 @@ def select(
     """
     chosen = [*gpus] if visible is None else []
     for word in [] if visible is None else map(str.strip, visible.split(",")):
-        if named := [part for of_gpu in parts.values() for part in of_gpu if part.uuid == word]:
-            return tuple(named)
+        if matches := [part for of_gpu in parts.values() for part in of_gpu if part.uuid == word]:
+            return tuple(matches)
         if word.isdecimal():
             matches = list(gpus[int(word) : int(word) + 1])
         else:

@@ -8,7 +8,8 @@ import importlib.util
 import operator
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,16 @@ def _current_folder_importable() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
+
+
+def within(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function within partials of it."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, also of one within a partial; of another callable its class's."""
+    function = within(function)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

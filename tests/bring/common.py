@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.checkpoint.shards import whole
+from lockstep.checkpoint.shards import full_tensor
 
 FEATURES = 5
 
@@ -84,7 +84,7 @@ def checksum(*models: nn.Module) -> float:
     total = 0.0
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
-            parts = whole(tensor)
+            parts = full_tensor(tensor)
             parts = torch.view_as_real(parts) if parts.is_complex() else parts
             values = parts.double().flatten()
             total += float(values @ torch.cos(torch.arange(1.0, len(values) + 1, dtype=torch.float64) + len(values)))

@@ -58,7 +58,7 @@ def test_a_rank_alone_that_evaluates_long_and_is_stopped_meanwhile_goes_on(tmp_p
     ("fault", "collectives", "words"),
     [
         ("kill", "gloo", "Rank 1 was killed by SIGKILL"),
-        ("suspend", "gloo", "Rank 1 was stopped, died or was cut off"),
+        pytest.param("suspend", "gloo", "Rank 1 was stopped, died or was cut off", marks=pytest.mark.long),
         ("suspend", "shared-memory", "Rank 1 was stopped, died or was cut off"),
     ],
 )

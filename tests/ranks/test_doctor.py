@@ -23,7 +23,7 @@ from ..command import refusal
 from ..pool import RankPool
 from ..starting import config
 
-STALL_S = 5.0
+STALL_S = 2.0
 PATIENT_S = 30.0  # where nobody stalls: a busy machine takes its time
 SEND = dist.all_to_all_single
 

@@ -33,7 +33,7 @@ LAW = 1e-9
 PLAIN, OURS = ROOT / "examples" / "plain", ROOT / "examples"
 WITHOUT_DRAWS = ("contrastive", "convnet", "detection", "finetune", "gpt", "rollout", "schedule")
 """Those that draw nothing but their weights and their order."""
-WITH_DRAWS = ("bert", "diffusion", "mixup")
+WITH_DRAWS = ("bert", "diffusion", "hf_gpt", "mixup")
 """Those whose loop or model draws as on one device."""
 NAMES = (*WITHOUT_DRAWS, *WITH_DRAWS, "gan", "stream")  # the last two draw in their data sets
 BRIEFEST = ("schedule", "diffusion")
@@ -45,6 +45,7 @@ BRIEF = {
     "detection": ("--images", "100"),
     "finetune": ("--samples", "100"),
     "gan": ("--points", "501"),
+    "hf_gpt": ("--largest", "10"),
     "stream": ("--draws", "150"),
 }
 KILLED_AT = {
@@ -56,6 +57,7 @@ KILLED_AT = {
     "finetune": 5,
     "gan": 8,
     "gpt": 5,
+    "hf_gpt": 6,
     "mixup": 12,
     "rollout": 16,
     "schedule": 31,
@@ -140,10 +142,12 @@ def gap(one: list[str], other: list[str]) -> float:
 
 def slowly(*case: object) -> Any:
     """Return a case that is run slice by slice."""
-    return pytest.param(*case, marks=[pytest.mark.slow, *([needs_transformers] if "bert" in case else [])])
+    needed = {name for part, names in NEEDS.items() if part in case for name in names}
+    lacking = sorted(name for name in needed if find_spec(name) is None)
+    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.skipif(bool(lacking), reason=f"needs {lacking}")])
 
 
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+NEEDS = {"bert": ("transformers",), "hf_gpt": ("datasets", "transformers")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,11 +188,11 @@ SHARDED: list[tuple[int, dict[str, Any]]] = [
     (2, {"strategy": "fsdp"}),
     (4, {"strategy": "fsdp", "shard_size": 2}),
 ]
-WITH_BLOCKS = ("bert", "gpt", "stream")
+WITH_BLOCKS = ("bert", "gpt", "hf_gpt", "stream")
 """Those whose models have blocks that repeat."""
 
 
-@pytest.mark.parametrize("name", ["gpt", *(slowly(name) for name in NAMES if name != "gpt")])
+@pytest.mark.parametrize("name", [slowly(name) for name in NAMES])
 def test_an_example_learns_the_same_with_divided_weights(pool: RankPool, tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"accumulate": 1 if name == "gan" else 2}
     whole = pool.run(1, run, OURS / f"{name}.py", options | {"output": str(tmp_path / "whole")})

@@ -36,7 +36,7 @@ def _by_hand(folder: Path, *words: object, each: tuple[int, ...] = (2, 2)) -> li
 
 
 def test_nodes_that_drive_several_devices_train_what_as_many_ranks_do(tmp_path: Path) -> None:
-    words = ("--batch", 50, "--max-steps", 12, "--ledger")
+    words = ("--batch", 50, "--max-steps", 6, "--ledger")
     hybrid, ranks = tmp_path / "hybrid", tmp_path / "ranks"
     ddp = ("--strategy", "ddp", "--devices", 4, "--batchnorm", "local")
     first, second = _by_hand(tmp_path, *words, "--output", hybrid)

@@ -47,7 +47,7 @@ def slowly(cases: Any) -> list[Any]:
     ("ranks", "values", "options"),
     [
         (3, NET | {"schedule": "cosine", "nesterov": True, "label_smoothing": 0.1, "warmup": 1.0}, {}),
-        (2, LONG | {"accumulate": 3}, {}),
+        *slowly([(2, LONG | {"accumulate": 3}, {})]),
         (3, LONG, {}),
         (2, SHORT | {"accumulate": 3}, {"collectives": "gloo"}),
         (3, NET | {"model": "pyramidnet-20-48", "batch": 20}, {}),
@@ -74,10 +74,11 @@ def test_a_compiled_model_is_the_same_model(pool: RankPool, tmp_path: Path) -> N
     assert from_alone(pool, tmp_path, 2, values, compile=True) < LAW
 
 
-def test_muon(pool: RankPool, tmp_path: Path) -> None:
-    # torch's Muon orthogonalises in bfloat16: a last bit of difference in a gradient can round to another one there.
-    values = PLAIN | {"optimizer": "muon", "lr": 1e-3, "max_steps": 5}
-    assert from_alone(pool, tmp_path, 2, values) < 1e-2
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_muon(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    # torch's Muon rounds to bfloat16 even here: a last bit of difference in a gradient would grow to one of 1e-2.
+    values = SHORT | {"optimizer": "muon", "lr": 1e-3, "nesterov": True}
+    assert from_alone(pool, tmp_path, 3, values, strategy=strategy) < LAW
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,8 @@ def chain(pool: RankPool, folder: Path, ways: Ways, **values: Any) -> Curve:
     ("replicas", "values"),
     [
         # Uneven shares: of 50, 13, 13, 12 and 12 on four devices; of an epoch's last batch of 37, 10, 9, 9 and 9.
-        (3, NET),
-        (4, NET | {"accumulate": 3}),
+        *slowly([(3, NET)]),
+        (4, NET | {"accumulate": 2, "max_steps": 8}),
         *slowly((replicas, LONG | {"max_steps": 35}) for replicas in (2, 4)),
     ],
 )
@@ -158,10 +159,11 @@ def test_a_continued_run_ends_with_the_same_bits(
     ("ways", "values"),
     [
         ([("single", 1), ("ddp", 3), ("ddp", 2), ("single", 1)], NET | {"accumulate": 2}),
+        ([*FEWEST, *FEWEST[-2::-1]], PLAIN),  # each continues its neighbours in the table
         # There and back for each pair of strategies, and home: each goes on from each other one.
-        ([*(way for pair in combinations(FEWEST, 2) for way in pair), FEWEST[0]], PLAIN),
+        *slowly([([*(way for pair in combinations(FEWEST, 2) for way in pair), FEWEST[0]], PLAIN)]),
     ],
-    ids=["worlds", "strategies"],
+    ids=["worlds", "strategies", "pairs"],
 )
 def test_continuing_elsewhere_stays_on_the_curve(pool: RankPool, tmp_path: Path, ways: Ways, values: Values) -> None:
     values = values | {"max_steps": 3 * len(ways)}

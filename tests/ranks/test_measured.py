@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.cli.train import entry
-from lockstep.compare import forecast, records, traffic
+from lockstep.compare import forecast, measured, records, traffic
 from lockstep.compare.measured import COMPARED, FILE, measure, measure_share
 from lockstep.config.options import override, recipe
 from lockstep.config.schema import RunConfig
@@ -59,6 +61,15 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
+@contextlib.contextmanager
+def _briefly() -> Iterator[None]:
+    """Measure for a fraction of the seconds that make numbers steady."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "_WARM_S", 0.1)
+        patch.setattr(measured, "_TIMED_S", 0.4)
+        yield
+
+
 def _run(world: World, folder: Path) -> tuple[float, float, dict[str, Any]]:
     """Return how long training took and how much of it data were waited for, and what the run tells."""
     torch.set_num_threads(1)
@@ -82,7 +93,8 @@ def _watched(world: World, folder: Path, ranks: int, options: dict[str, Any]) ->
     # Without end, as the command has it: a fast machine comes to the end of an epoch that is the last, and evaluates.
     endless = {"eval_every": 10**9, "epochs": 10**6}
     config = override(recipe("digits"), strategy="ddp", accelerator="cpu", output=folder, **endless, **options)
-    measure_share(entry, ranks, config, world) if ranks > world.size else measure(entry, 4, config, world)
+    with _briefly():
+        measure_share(entry, ranks, config, world) if ranks > world.size else measure(entry, 4, config, world)
     world.barrier()  # rank 0 writes
     found: dict[str, Any] = json.loads((folder / FILE).read_text())
     return found
@@ -121,7 +133,8 @@ def _without_loader(config: RunConfig, world: World, hooks: Hooks) -> None:
 
 
 def _measured_without_loader(world: World, folder: Path) -> dict[str, Any]:
-    measure(_without_loader, 6, override(RunConfig(), accelerator="cpu", output=folder), world)
+    with _briefly():
+        measure(_without_loader, 6, override(RunConfig(), accelerator="cpu", output=folder), world)
     found: dict[str, Any] = json.loads((folder / FILE).read_text())
     return found
 
@@ -172,7 +185,8 @@ DRAWN: list[float] = []
 def _measured_mixing(world: World, folder: Path, draws: str) -> tuple[dict[str, Any], list[float]]:
     DRAWN.clear()
     config = override(RunConfig(), accelerator="cpu", output=folder, draws=draws)
-    measure(_mixing, 4, config, world)
+    with _briefly():
+        measure(_mixing, 4, config, world)
     world.barrier()
     return json.loads((folder / FILE).read_text()), [*DRAWN]
 

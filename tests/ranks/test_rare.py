@@ -29,8 +29,16 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
     "AdamW": {"lr": 0.01},
 }
-VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
-VALUES |= {"max_steps": 9, "ema": 0.9, "checkpoint_every": 2, "exchange_every": 3, "optimizer": "adamw", "lr": 1e-3}
+VALUES: dict[str, Any] = {"model": "tests.models:Normed", "data": "fake", "image_size": 8, "batch": 50, "samples": 337}
+VALUES |= {
+    "clip": 0.2,
+    "max_steps": 9,
+    "ema": 0.9,
+    "checkpoint_every": 2,
+    "exchange_every": 3,
+    "optimizer": "adamw",
+    "lr": 1e-3,
+}
 
 
 def net() -> nn.Sequential:

@@ -85,17 +85,21 @@ def learn(world: World, options: dict[str, Any], ahead: int = 1, kind: type[Net]
     return losses, model.state_dict(), calls
 
 
+def slowly(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("ranks", "options", "ahead", "kind"),
     [
         (1, {"draws": "rank"}, 1, Net),
-        (3, {"draws": "rank"}, 1, Net),
-        (2, {"draws": "global"}, 1, Net),
+        slowly(3, {"draws": "rank"}, 1, Net),
+        slowly(2, {"draws": "global"}, 1, Net),
         (3, {"draws": "global", "accumulate": 2}, 1, Net),
         (2, {"draws": "rank", "batchnorm": "local"}, 1, Net),
-        (1, {"draws": "global"}, 1, Net),
+        slowly(1, {"draws": "global"}, 1, Net),
         (2, {"draws": "global"}, 2, Net),
-        (1, {"draws": "global"}, 2, Net),
+        slowly(1, {"draws": "global"}, 2, Net),
         (2, {"draws": "rank", "precision": "bf16"}, 1, Net),
         (2, {"draws": "global"}, 2, Joined),
     ],
@@ -139,7 +143,7 @@ def refused(world: World, make: str, pattern: str) -> str:
     session = loops.session(world, checkpoint_activations=[pattern])
     model: Any = Counting() if make == "counting" else Net()
     if make == "compiled":
-        model.compile()
+        model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     try:
         with session:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from lockstep.errors import AbsentError, RequestError
-from lockstep.launchers import rollcall, stores
+from lockstep.launchers import nodes, rollcall, stores
 from lockstep.launchers.rollcall import Member
 from lockstep.monitor.keys import Keys
 
@@ -51,7 +51,9 @@ def _heard(
 
 
 @pytest.mark.parametrize("scheme", ["tcp", pytest.param("file", marks=pytest.mark.long)])
-def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path) -> None:
+def test_every_rank_hears_what_is_wrong(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "_HEAR_S", 0.2)  # the other threads wait for the store already
+
     def hear(*members: Member, timeout_s: float = 20) -> list[str]:
         return _heard(openers_at(scheme, tmp_path, [member.rank for member in members]), members, timeout_s)
 
@@ -183,3 +185,22 @@ def test_a_store_listens_on_its_address_alone() -> None:
     assert [address.ip for address in listening if address.port == port] == [HOST]
     stores.connect(HOST, port, 5).keys.write("word", "heard")
     assert rendezvous.keys.read("word") == "heard"
+
+
+def test_an_agent_asks_again_whether_the_address_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's name appears after the pod, and may mean the address of its predecessor first."""
+    serve, asked = stores.serve, list[str]()
+
+    def serve_late(host: str, port: int) -> stores.Rendezvous:
+        asked.append(host)
+        if len(asked) < 3:
+            raise RequestError("the name is of another address")
+        return serve(host, port)
+
+    monkeypatch.setattr(stores, "serve", serve_late)
+    monkeypatch.setattr(nodes, "_ASK_AGAIN_S", 0.1)
+    assert nodes._open("127.0.0.1", free_port(), 5).hosted
+    asked.clear()
+    monkeypatch.setattr(nodes, "_ASK_AGAIN_S", 10.0)
+    with pytest.raises(AbsentError, match=r"within --timeout 0\.3 s"):
+        nodes._open("127.0.0.1", free_port(), 0.3)

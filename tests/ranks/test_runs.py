@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,7 +20,9 @@ from lockstep.config.options import leaves, override
 from lockstep.config.schema import RunConfig
 from lockstep.errors import RequestError
 from lockstep.record.base import Nothing
+from lockstep.runs import remote
 from lockstep.trainer import run, train
+from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
 from ..command import events
@@ -68,6 +71,39 @@ def test_ranks_go_on_from_the_same_checkpoint_or_are_refused(pool: RankPool, tmp
     comes.start()
     assert heard(here, late) == "step 4"
     comes.join()
+
+
+def _copied(world: World, folder: Path, url: str) -> None:
+    run(override(RunConfig(), **MLP, output=folder, remote=url, strategy="ddp", batch=60, max_steps=3), world)
+
+
+def _restored(world: World, folders: list[Path], url: str) -> tuple[int, list[str]]:
+    """Continue as two hosts do that share no disk."""
+    host = dataclasses.replace(world, topology=Topology(rank=world.rank, size=2, node=world.rank, nodes=2))
+    folder = folders[world.rank]
+    config = override(RunConfig(), **MLP, batch=60, output=folder, remote=url, resume="auto")
+    remote.restore(config, host, is_restart=False, must_exist=True)
+    state = resume.load(config, host)
+    assert state is not None
+    return state.meta["step"], sorted(path.name for path in folder.iterdir())
+
+
+def test_hosts_without_a_common_disk_go_on_from_a_store(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    url, folders = f"file://{tmp_path}/store/run", [tmp_path / "here", tmp_path / "there"]
+    pool.run(2, _copied, tmp_path / "first", url)
+    found = pool.run(2, _restored, folders, url)
+    assert [step for step, _ in found] == [3, 3]
+    assert {"steps.jsonl", "summary.json", "checkpoints"} <= {*found[0][1]}
+    assert found[1][1] == ["checkpoints"]
+    assert [(folder / "checkpoints" / "best").exists() for folder in folders] == [True, False]
+    assert pool.run(2, _restored, [tmp_path / "one"] * 2, url) == [found[0]] * 2
+    # Killed before the last upload: what only one of them has is of no use.
+    checkpoints = folders[0] / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000009")
+    (checkpoints / "last").unlink()
+    (checkpoints / "last").symlink_to("step-00000009")
+    assert [step for step, _ in pool.run(2, _restored, folders, url)] == [3, 3]
 
 
 def test_a_run_that_is_taken_up_has_no_end_until_it_ends_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +166,7 @@ data-dir download workers skip-corrupt on-device accumulate micro-batch eval-bat
 launcher nodes max-restarts init-method interface rank world-size timeout stall-timeout batchnorm
 collectives shard-modules shard-size shard-reshard exchange exchange-every powersgd-rank powersgd-start precision
 channels-last compile cuda-graphs deterministic checkpoint-activations resume checkpoint-every output log-every quiet
-track verify-every ledger epochs max-steps eval-every patience metric
+keep remote track profile verify-every ledger epochs max-steps eval-every patience metric
 """
 """Options that leave the run the one it was, or, like --accumulate and --batchnorm, are looked at by themselves."""
 

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.checkpoint.shards import whole
+from lockstep.checkpoint.shards import full_tensor
 from lockstep.errors import RequestError, RunError
 from lockstep.exchange.blocks import check_found, find_blocks, inner_classes
 from lockstep.world.world import World
 
 from .. import loops
-from ..curves import apart, curve, same_bits
+from ..curves import apart, curve, same_bits, spread
 from ..pool import RankPool
 
-VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
-VALUES |= {"max_steps": 8, "ema": 0.9, "checkpoint_every": 3, "optimizer": "adamw", "lr": 1e-3}
+VALUES: dict[str, Any] = {"model": "tests.models:Normed", "data": "fake", "image_size": 8, "batch": 50, "samples": 337}
+VALUES |= {"clip": 0.2, "max_steps": 8, "ema": 0.9, "checkpoint_every": 3, "optimizer": "adamw", "lr": 1e-3}
 
 
 class Block(nn.Module):
@@ -29,12 +29,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
         self.branch, self.idle = nn.Linear(width, width), nn.Linear(width, 1)
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        update = self.narrow(nn.functional.dropout(self.wide(x).relu(), 0.1, self.training))
+        update = self.second(nn.functional.dropout(self.first(x).relu(), 0.1, self.training))
         rows = x[:, 0] > 0.8
         if bool(rows.any()):  # not on each rank
             update = update + rows[:, None] * self.branch(x)
@@ -74,7 +74,7 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
     net, optimizer, loader = session.prepare(net, optimizer, loader)
     losses = []
     with session:
-        for epoch in session.epochs(3):
+        for epoch in session.epochs(2):
             net.frozen.requires_grad_(epoch > 0)
             for x, y in loader:
                 scores = net(x)
@@ -86,7 +86,7 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
                 session.backward(loss, weight=has_label.sum(), retain_graph=True)
                 session.backward(0.1 * scores.square().mean())
                 norm = nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-                assert float(session.max(norm)) == pytest.approx(float(whole(norm)))
+                assert float(session.max(norm)) == pytest.approx(float(full_tensor(norm)))
                 session.log(norm=norm)
                 losses.append(float(session.mean(scores.detach().square().mean())))
                 optimizer.step()
@@ -94,18 +94,26 @@ def learn(world: World, strategy: str, options: dict[str, Any]) -> tuple[list[fl
     if strategy == "fsdp":
         with pytest.raises(RequestError, match="would have this rank's part alone"):
             net.blocks[0].state_dict()
-    return losses, {name: whole(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+    return losses, {
+        name: full_tensor(tensor).clone() for name, tensor in (*net.named_parameters(), *net.named_buffers())
+    }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+ACCUMULATE = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+LOOPS: dict[int, list[tuple[str, int, int | None]]] = {
+    1: [("fsdp", 4, 2), ("fsdp", 3, None), ("ddp", 4, None)],
+    2: [("fsdp", 3, None)],
+    3: [("fsdp", 2, None), ("fsdp", 4, 2), ("ddp", 4, None)],
+}
+"""The strategy, the number of ranks and the size of a shard's group, by accumulation."""
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATE)
 def test_a_loop_has_the_weights_of_one_process(pool: RankPool, accumulate: int) -> None:
     """On 4 ranks some have no label in a batch, and yet their samples are in the statistics of BatchNorm."""
     options: dict[str, Any] = {"accumulate": accumulate}
     losses, weights = pool.run(1, learn, "auto", options)[0]
-    ways: list[tuple[str, int, int | None]] = [("fsdp", 4, 2), ("ddp", 4, None)]
-    if accumulate == 1:
-        ways += [("fsdp", 2, None), ("fsdp", 3, None)]
-    for strategy, ranks, size in ways:
+    for strategy, ranks, size in LOOPS[accumulate]:
         for here, tensors in pool.run(ranks, learn, strategy, options | {"shard_size": size}):
             assert here == pytest.approx(losses, rel=1e-9)
             for name, tensor in weights.items():
@@ -118,7 +126,7 @@ def test_checkpoints_continue_under_every_strategy(pool: RankPool, tmp_path: Pat
     for ways in (["fsdp"], ["ddp", "fsdp", "zero1", "single"], ["fsdp", "fsdp"]):
         for number, strategy in enumerate(ways, start=1):
             steps = VALUES["max_steps"] * number // len(ways)
-            options = VALUES | {"strategy": strategy, "max_steps": steps, "resume": "auto"}
+            options = VALUES | {"max_steps": steps, "resume": "auto"} | spread(strategy, ranks[strategy])[1]
             part = curve(pool, tmp_path / "-".join(ways), ranks[strategy], **options)
         if len(ways) == 1:
             divided = part
@@ -151,7 +159,7 @@ def two_parts(world: World, strategy: str) -> dict[str, Tensor]:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-    return {name: whole(tensor).clone() for part in (first, second) for name, tensor in part.named_parameters()}
+    return {name: full_tensor(tensor).clone() for part in (first, second) for name, tensor in part.named_parameters()}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -216,12 +224,12 @@ def overflow(world: World) -> list[bool]:
     with session:
         for _ in session.epochs(1):
             for number, (x,) in enumerate(loader):
-                before = [whole(parameter).clone() for parameter in net.parameters()]
+                before = [full_tensor(parameter).clone() for parameter in net.parameters()]
                 output = net(x)
                 session.backward((output[:, 7] * (1e5 if number == 0 else 1.0)).mean() + 0 * output.sum())
                 optimizer.step()
                 optimizer.zero_grad()
-                after = [whole(parameter) for parameter in net.parameters()]
+                after = [full_tensor(parameter) for parameter in net.parameters()]
                 changed.append(not all(map(torch.equal, before, after)))
         assert str(session.prepared.exchange.settings["fused"]).startswith("off")
     return changed

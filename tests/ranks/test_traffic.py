@@ -23,7 +23,7 @@ from lockstep.world.world import World
 from .. import loops
 from ..pool import RankPool
 
-STEPS = 9  # of an epoch
+STEPS = 5  # of an epoch
 _BYTES_SENT = 200  # the offset of tcpi_bytes_sent in Linux's struct tcp_info
 
 
@@ -79,7 +79,7 @@ def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]
     if world.size == 1:
         mark_exchanges([model], clock, on_gpu=False, blocks=blocks, is_last=lambda: session.is_last)
     with session:
-        for _ in session.epochs(3):
+        for _ in session.epochs(2):
             sent_bytes.append(_sent_bytes())
             for x, y in loader:
                 session.backward(nn.functional.cross_entropy(model(x), y))
@@ -87,6 +87,7 @@ def _train(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Any]
                     optimizer.step()
                     optimizer.zero_grad()
                     clock.end_step()
+        sent_bytes.append(_sent_bytes())
         facts = facts_of(session.prepared, method) if world.size == 1 else {}
     # Not of sockets that an earlier test has left, and that close in between.
     sent = [count - sent_bytes[1].get(inode, 0) for inode, count in sent_bytes[2].items()]
@@ -104,10 +105,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fsdp that gathers once": {"strategy": "fsdp", "shard_reshard": False, "accumulate": 3},
     "fsdp in 16 bits": {"strategy": "fsdp", "exchange": "bf16"},
 }
+_FAST = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "fsdp")) for name in METHODS
+]  # which its variants cover
 _MORE, _MORE_BYTES = 0.02, 5200  # of TCP beyond the tensors: headers of ranks and gloo, by size and by peer
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", _FAST)
 def test_sockets_send_the_bytes_of_the_forecast(method: str, pool: RankPool) -> None:
     _check(method, 4, pool)
 

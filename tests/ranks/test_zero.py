@@ -17,10 +17,11 @@ from .. import loops
 from ..curves import apart, curve, same_bits
 from ..pool import RankPool
 
-VALUES: dict[str, Any] = {"model": "resnet8", "data": "fake", "image_size": 8, "batch": 50, "samples": 337, "clip": 0.2}
-VALUES |= {"max_steps": 8, "ema": 0.9, "checkpoint_every": 3}
+VALUES: dict[str, Any] = {"model": "tests.models:Normed", "data": "fake", "image_size": 8, "batch": 50, "samples": 337}
+VALUES |= {"clip": 0.2, "max_steps": 8, "ema": 0.9, "checkpoint_every": 3}
+_FURTHER = ("NAdam", "Rprop", "Adagrad")
 COLLECTIVES = [pytest.param("shared-memory", marks=pytest.mark.slow), "gloo"]
-OPTIMIZERS = ["SGD", "AdamW", "NAdam", "Rprop", "Adagrad", "Adafactor"]
+OPTIMIZERS = ["SGD", "AdamW", "Adafactor", *(pytest.param(name, marks=pytest.mark.slow) for name in _FURTHER)]
 
 
 def learn(world: World, strategy: str, name: str) -> tuple[list[Tensor], int, dict[int, int]]:
@@ -85,11 +86,9 @@ def test_checkpoints_are_those_of_ddp_and_continue_under_every_strategy(
     assert same_bits(part, whole)
 
 
-@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), ("lars", 5.0)])
+@pytest.mark.parametrize(("name", "lr"), [("lamb", 0.01), ("lars", 5.0), ("muon", 0.01)])
 @pytest.mark.slow
-def test_optimizers_for_large_batches_are_divided_and_resumed(
-    pool: RankPool, tmp_path: Path, name: str, lr: float
-) -> None:
+def test_optimizers_of_lockstep_are_divided_and_resumed(pool: RankPool, tmp_path: Path, name: str, lr: float) -> None:
     values = VALUES | {"optimizer": name, "lr": lr, "weight_decay": 0.01}
     whole = curve(pool, tmp_path / "ddp", 3, **values, strategy="ddp")
     assert apart(whole, curve(pool, tmp_path / "alone", 1, **values)) < 1e-9

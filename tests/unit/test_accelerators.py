@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ import lockstep
 from lockstep import _torch, cuda, hardware
 from lockstep.config.options import override
 from lockstep.config.schema import RunConfig
+from lockstep.data import transfer
 from lockstep.errors import RequestError
 from lockstep.launchers import devices, rank
 from lockstep.launchers.plan import plan
@@ -31,7 +30,8 @@ from lockstep.world.random_state import Generators, seed_all
 from lockstep.world.topology import Topology
 from lockstep.world.world import World
 
-from ..command import ROOT
+from ..command import end, start
+from ..stand_in import Stream
 
 SOURCE = Path(lockstep.__file__).parent
 CUDAS_OWN = {
@@ -214,22 +214,75 @@ def test_steps_and_memory_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.peak_memory_bytes()["device"] == 14
 
 
-@pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
-def test_a_session_trains_on_a_device_that_is_no_cpu(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Return what a run on the stand-in has printed: JSON, and lockstep's messages."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch has no devices in Python")
+    done = end(start(tmp_path_factory.mktemp("stand-in"), module="tests.stand_in"))
+    assert done.code == 0, done.err
+    return json.loads(done.out), done.err
+
+
+@pytest.mark.xdist_group("stand-in")
+def test_a_session_trains_on_a_device_that_is_no_cpu(stand_in: tuple[dict[str, Any], str]) -> None:
     """One process, with checkpoints and all: its tensors mix with no others. Groups of ranks need a real backend."""
-    env = os.environ | {"PYTHONPATH": f"{SOURCE.parent}:{ROOT}"}
-    command = [sys.executable, "-m", "tests.stand_in"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    on_cpu, on_device = json.loads(done.stdout)
+    printed, messages = stand_in
+    on_cpu, on_device = printed["losses"]
     assert on_cpu == on_device
     assert len(on_cpu) == 8
-    assert "1 × npu" in done.stderr
-    assert "lockstep: warning" not in done.stderr
-    assert "No resumed run" not in done.stderr
+    assert "1 × npu" in messages
+    assert "lockstep: warning" not in messages
+    assert "No resumed run" not in messages
+
+
+@pytest.mark.xdist_group("stand-in")
+def test_a_devices_batches_are_a_cpus_and_copied_once_an_epoch_or_before_they_are_needed(
+    stand_in: tuple[dict[str, Any], str],
+) -> None:
+    copies, under_way = dict[str, list[int]](), dict[str, list[int]]()
+    for name, (on_cpu, on_device) in stand_in[0]["data"].items():
+        assert on_device["batches"] == on_cpu["batches"], name
+        assert sum(on_cpu["copies"]) == 0
+        copies[name], under_way[name] = on_device["copies"], on_device["under way"]
+    chunks = [1, 1, 1, 2, 2, 2]  # of 3 batches: the samples' places and draws
+    assert copies == {
+        "digits": chunks,
+        "digits in host memory": [2, 3, 4, 6, 7, 8],  # and each batch's images
+        "fake": chunks,
+        "own data, no worker": [3, 6, 9, 12, 15, 18],  # images, labels, draws
+        "own data, 1 worker": [6, 9, 12, 15, 18, 18],
+        "loader, no worker": [2, 4, 6, 8, 10],
+        "loader, 1 worker": [4, 6, 8, 10, 10],
+    }
+    assert {name: counts for name, counts in under_way.items() if any(counts)} == {
+        "own data, 1 worker": [1, 1, 1, 1, 1, 0],  # the next batch
+        "loader, 1 worker": [1, 1, 1, 1, 0],
+    }
+
+
+def test_reading_ahead_keeps_the_order_the_errors_and_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream: Any = Stream()
+    monkeypatch.setattr(transfer, "copy_stream", lambda device: stream if device.type == "cuda" else None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    items = [torch.tensor(number) for number in range(3)]
+    alive, read = [*map(weakref.ref, items)], list[int]()
+
+    def source() -> Iterator[Any]:
+        while items:
+            read.append(int(items[0]))
+            yield items.pop(0)
+        raise OSError("the end of the disk")
+
+    ahead = transfer.map_ahead(lambda item: item, source(), torch.device("cuda"))
+    for number in range(3):
+        item = next(ahead)
+        assert (int(item), len(read)) == (number, min(number + 2, 3))
+        del item
+        assert alive[number]() is None
+    with pytest.raises(OSError, match="the end of the disk"):
+        next(ahead)
+    assert list(transfer.map_ahead(str, iter([1]), torch.device("cpu"))) == ["1"]
 
 
 def test_a_group_has_the_devices_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:

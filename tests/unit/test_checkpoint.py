@@ -32,9 +32,9 @@ def state_of(step: int) -> State:
     return State(tensors, {"step": step, "epoch": 0})
 
 
-def save_all(run: Path, *saves: Save, origin: Path | None = None) -> Path:
+def save_all(run: Path, *saves: Save, **options: Any) -> Path:
     """Save one after the other and return the folder of checkpoints."""
-    saver = Checkpoints(run / "checkpoints", warn=pytest.fail, origin=origin)
+    saver = Checkpoints(run / "checkpoints", warn=pytest.fail, **options)
     for step, best in saves:
         saver.save(state_of(step), step=step, best=best)
     saver.wait()
@@ -159,6 +159,24 @@ def test_last_best_and_the_one_before_are_kept(tmp_path: Path, saves: list[Save]
         assert load(path).meta["step"] == saves[-1][0]
     (folder / "last").unlink()  # killed between a first checkpoint's rename and its link
     assert load(tmp_path).meta["step"] == saves[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("keep", "begun", "resumed"),
+    [(1, [3], [4]), (2, [2, 3], [2, 4]), (3, [1, 2, 3], [1, 2, 4]), (9, [1, 2, 3], [1, 2, 4])],
+)
+def test_the_last_ones_are_kept_that_the_run_goes_on_from(
+    tmp_path: Path, keep: int, begun: list[int], resumed: list[int]
+) -> None:
+    """Those of a branch that it has left are no longer needed."""
+    folder = save_all(tmp_path, (1, False), (2, False), (3, False), keep=keep)
+
+    def steps() -> list[int]:
+        return [int(name.removeprefix("step-")) for name in names(folder) if name.startswith("step")]
+
+    assert steps() == begun
+    save_all(tmp_path, (4, False), origin=folder / f"step-0000000{begun[-2:][0]}", keep=keep)
+    assert steps() == resumed
 
 
 def test_a_copy_that_made_folders_of_the_links_can_be_continued(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ strategy devices gpus accelerator launcher nodes max-restarts init-method interf
 world-size timeout stall-timeout batchnorm shard-modules shard-size shard-reshard exchange
 exchange-every powersgd-rank powersgd-start collectives
 precision channels-last compile cuda-graphs deterministic checkpoint-activations
-resume checkpoint-every
-output log-every quiet track
+resume checkpoint-every keep
+output remote log-every quiet track profile
 verify-every ledger
 epochs max-steps eval-every patience seed
 """
@@ -63,7 +63,7 @@ def test_help_names_every_verb_every_flag_and_all_that_a_flag_takes(capsys: pyte
 
 @pytest.mark.parametrize(
     "words",
-    ["", *VERBS, "verify gradients", "verify curve", "submit slurm"],
+    ["", *VERBS, "verify gradients", "verify curve", "submit slurm", "submit kubernetes"],
 )
 def test_help_fits_a_terminal_and_ends_with_an_example(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
@@ -78,7 +78,8 @@ def test_refusals_and_help_import_no_torch() -> None:
     code = (
         "import sys; from lockstep.cli.main import main\n"
         "for words in ('--help', '--version', 'train digit', 'train digits --batch 2 --devices 3', 'info', 'eval x', "
-        "'eval --help', 'train digits --launcher spawn --nodes 2', 'train digits --dry-run', 'verify run x'): "
+        "'eval --help', 'export x --to onnx', 'export --help', "
+        "'train digits --launcher spawn --nodes 2', 'train digits --dry-run', 'verify run x'): "
         "main(words.split())\n"
         "try: main(['train', '--help'])\n"
         "except SystemExit: pass\n"

@@ -84,7 +84,8 @@ def test_losses_are_read_to_the_last_bit_and_null_is_no_number(tmp_path: Path) -
 def test_the_tolerance_is_that_of_the_arithmetic() -> None:
     assert curve.default_tolerance(override(RunConfig(), precision="fp64")) == 1e-9
     assert curve.default_tolerance(override(RunConfig(), precision="bf16")) == 1e-3
-    assert curve.default_tolerance(override(RunConfig(), precision="fp64", optimizer="muon")) == 1e-2
+    assert curve.default_tolerance(override(RunConfig(), precision="fp64", optimizer="muon")) == 1e-9
+    assert curve.default_tolerance(override(RunConfig(), precision="bf16", optimizer="muon")) == 1e-2
 
 
 # ---- which variants there are

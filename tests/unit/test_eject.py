@@ -134,7 +134,7 @@ def test_the_augmentation_is_that_of_the_run(names: tuple[str, ...], capsys: pyt
     transform = Transform(request, (3, 32, 32), names, module["MEAN"], module["STD"])
     images = torch.randint(256, (40, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     indices = np.arange(40) * 13
-    expected = transform(images, indices, 4)
+    expected = transform(images, transform.draw(4, indices))
     found = module["augment"](images.permute(0, 3, 1, 2), torch.from_numpy(indices), 4)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -258,7 +258,7 @@ for epoch in session.epochs(2):
         ("session(output", "session(accumulate=2, output", "line 8 has no plain form: session(accumulate=…)"),
         ("session.backward(loss)", "session.backward(loss, reduction='sum')", "line 19 has no plain form"),
         ("session.log(loss=session.mean(loss)", "session.save(loss=session.mean(loss)", "session.save"),
-        ("session.log(", "a = 1; session.log(", "a line of its own"),
+        ("session.log(", "a = 1; session.log(", "a separate line"),
         ("model(x), y)", "model.score(x), y)", "hides model.score"),
         ("for x, y in loader", "for x in loader", "give the count"),
         ("for x, y in loader", "for (x, y), _ in zip(loader, test)", "give the count"),

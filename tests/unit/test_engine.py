@@ -28,7 +28,7 @@ from ..stepping import steps
 
 VARIANTS: list[dict[str, Any]] = [
     {"model": "resnet8", "ema": 0.9, "clip": 1.0, "accumulate": 3, "precision": "fp32"},
-    {"model": "pyramidnet-20-48", "optimizer": "adamw", "precision": "bf16", "label_smoothing": 0.1},
+    {"model": "pyramidnet-20-12", "optimizer": "adamw", "precision": "bf16", "label_smoothing": 0.1},
     {"model": "mlp", "optimizer": "muon", "augment": ["crop"], "precision": "fp32"},
 ]
 

@@ -10,8 +10,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from lockstep.errors import RequestError, RunError
 from lockstep.monitor import failures
 from lockstep.world.world import World
 
-from ..command import CODE
+from ..command import end, start
 from ..hostile import images, mutated_images, often
 from ..pool import RankPool
 from ..real_data import photographs
@@ -181,6 +181,9 @@ def test_a_build_of_torch_without_torchvision_decodes_the_same_pixels(
     paths = _jpegs(tmp_path)
     assert folder._jpeg()
     images = [folder.decode(path) for path in paths]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as under -W error: torchvision deprecates its decoder
+        assert all(torch.equal(image, folder.decode(path)) for image, path in zip(images, paths, strict=True))
     monkeypatch.setattr(folder, "_jpeg", lambda: None)
     assert all(torch.equal(image, folder.decode(path)) for image, path in zip(images, paths, strict=True))
 
@@ -330,24 +333,6 @@ def test_folders_behind_links_are_read_but_hidden_ones_and_circles_are_not(small
 
 # --- what somebody else's folder may hold
 
-_DECODES = """
-import json, pathlib, resource, sys, time
-from lockstep.data import counter, folder
-from lockstep.errors import RequestError
-pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30),) * 2)
-told = {}
-for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    begun_s = time.monotonic()
-    try:
-        transform, least = folder.transform(224)
-        told[path.name] = str(tuple(transform(folder.decode(path, least)).shape))
-    except RequestError as error:
-        told[path.name] = str(error)
-    assert time.monotonic() - begun_s < 10, path
-print(json.dumps(told))
-"""
-
 
 def test_a_small_file_costs_little_whatever_it_is(tmp_path: Path) -> None:
     files = images()
@@ -356,10 +341,9 @@ def test_a_small_file_costs_little_whatever_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "endless.png").symlink_to("/dev/zero")
     (tmp_path / "honest.png").symlink_to("wide.png")
-    command = [sys.executable, "-c", f"import torchvision.transforms.v2{_DECODES}", str(tmp_path)]
-    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": CODE}, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    told = json.loads(ended.stdout)
+    ended = end(start(tmp_path.parent, tmp_path, module="tests.decoding"))
+    assert ended.code == 0, ended.err[-2000:]
+    told = json.loads(ended.out)
     no_file = dict.fromkeys(("pipe.jpg", "endless.png"), "no regular file")
     for name, word in ({name: word for name, (_, word) in files.items()} | no_file | {"honest.png": ""}).items():
         if word:
@@ -378,6 +362,7 @@ def test_the_centre_of_any_image_is_torchvisions() -> None:
         assert abs(apart).max() <= 1, (width, height)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # of what it finds damaged and reads all the same
 @often
 @given(mutated_images())
 def test_a_damaged_image_is_an_image_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:

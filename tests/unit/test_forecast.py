@@ -186,7 +186,7 @@ def test_the_time_that_measurements_take_is_told_before_and_while_they_run(
 ) -> None:
     start = {"plan": {"global_size": 64}, "steps_per_epoch": None, "epochs": None}
     monkeypatch.setattr(records, "record", lambda _: Record(start=start))
-    monkeypatch.setattr(trials, "once", lambda *_, **__: Trial(told=told(0.5), seconds=50.0))
+    monkeypatch.setattr(trials, "once", lambda *_, **__: Trial(results=told(0.5), seconds=50.0))
     said: list[str] = []
     assert len(forecast.missing([1, 2], tmp_path)) == 4
     forecast.measure([1, 2], lambda ranks, folder: (), tmp_path, said.append)

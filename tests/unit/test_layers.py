@@ -16,6 +16,7 @@ MAP = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8
 LAYERS = [re.split(r"\s{3,}", line)[0].split() for line in MAP.split("```")[1].strip().splitlines()][::-1]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FILES = {path.relative_to(SOURCE): path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+TREES = {path: ast.parse(text) for path, text in FILES.items()}
 
 
 def _room(file: Path) -> str:
@@ -25,7 +26,7 @@ def _room(file: Path) -> str:
 def _imported(file: Path) -> Iterator[str]:
     """Yield the rooms that a file imports from, wherever in it the import stands."""
     package = ["lockstep", *file.parts[:-1]]
-    for node in ast.walk(ast.parse(FILES[file])):
+    for node in ast.walk(TREES[file]):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = [*base, *(node.module.split(".") if node.module else [])]
@@ -89,9 +90,9 @@ def _private(tree: ast.AST) -> Iterator[str]:
             names = [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [part for alias in node.names for part in f"{node.module}.{alias.name}".split(".")]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
-            names = [node.attr]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            names = [node.attr] if ast.unparse(node.value) not in ("self", "cls", "super()") else []
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             of, name, *_ = node.args
             texts = [part for part in ast.walk(name) if isinstance(part, ast.Constant)]
             names = [str(each.value) for each in texts[:1] if ast.unparse(of) != "self"]  # an f-string's beginning
@@ -110,7 +111,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
             yield node.attr
 
 
@@ -124,9 +125,8 @@ def _is_private(name: str) -> bool:
 
 
 def test_one_file_uses_what_other_projects_do_not_promise() -> None:
-    trees = {str(file): ast.parse(text) for file, text in FILES.items()}
-    used = {file: set(_private(tree)) - PUBLIC for file, tree in trees.items()}
-    ours = {name for file, tree in trees.items() if file != "_torch.py" for name in _defined(tree)}
+    used = {str(file): set(_private(tree)) - PUBLIC for file, tree in TREES.items()}
+    ours = {name for file, tree in TREES.items() if str(file) != "_torch.py" for name in _defined(tree)}
     assert {file: names - ours for file, names in used.items() if names - ours and file != "_torch.py"} == {}
     assert len(used["_torch.py"]) <= 23
     by_text = re.compile(r"\btorch\.(\w+\.)*_[a-z]")  # in whatever text: a module's name that frames are known by

@@ -30,6 +30,7 @@ FROZEN = {
     "resnet20": (272_474, "ace8a67dd7abe1b6"),
     "resnet34": (21_282_122, "f391b25383cebed4"),
     "resnet50": (23_520_842, "d8e077e0f0cdeb98"),
+    "vgg-small": (1_972_816, "7acd5fb185981ba2"),
 }
 LIGHT = ["convnet-small", "mlp", "pyramidnet-20-48", "resnet8", "resnet18"]
 
@@ -61,6 +62,15 @@ def test_the_seed_gives_the_bits_and_samples_of_each_shape_and_number_are_taken(
     assert not all(map(torch.equal, first, other))
     for model, side in ((models[0], 8), (_build(name, classes=7, in_channels=1, image_size=33), 33)):
         assert model(torch.randn(3, 1, side, side)).shape == (3, 7)
+
+
+def test_a_vgg_starts_as_the_identity_on_its_first_filters_and_needs_nine_pixels() -> None:
+    first, *_ = _build("vgg-small").get_submodule("blocks.1").eval().children()
+    x = torch.rand(2, 64, 8, 8)
+    torch.testing.assert_close(first(x)[:, :64], x)
+    assert _build("vgg-small", classes=7, in_channels=1, image_size=9)(torch.rand(3, 1, 9, 9)).shape == (3, 7)
+    with pytest.raises(RequestError, match=r"--model vgg-small cannot take .*\(3, 8, 8\)"):
+        trial.check("vgg-small", _build("vgg-small"), classes=10, shape=(3, 8, 8), dtype=torch.float32)
 
 
 def test_a_block_is_the_sum_of_residual_and_shortcut() -> None:

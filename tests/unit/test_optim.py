@@ -56,7 +56,9 @@ def test_short_runs_have_a_rate_too(schedule: str) -> None:
 
 
 def test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_alone() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    convolutions = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.ConvTranspose1d(4, 3, 2)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), *convolutions)
+    model.register_parameter("phase", nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)))
     frozen = model.get_parameter("0.weight").requires_grad_(False)
     for name in ("lamb", "lars", "sgd", "adamw", "muon"):
         optimizers = optim.build(model, _config(optimizer=name, lr=0.5, weight_decay=0.25))
@@ -65,7 +67,8 @@ def test_an_optimizer_holds_each_training_parameter_once_and_muon_the_matrices_a
         assert sorted(held) == sorted({id(item) for item in model.parameters()} - {id(frozen)})
         optim.set_lr(optimizers, 0.125)
         assert {(group["lr"], group["weight_decay"]) for group in groups} == {(0.125, 0.25)}
-    assert [{item.ndim for item in group["params"]} for group in groups] == [{2}, {1}]
+    # The filters of a dense convolution are a matrix; grouped or transposed ones are none, as complex numbers are.
+    assert {id(item) for item in groups[0]["params"]} == {id(model.get_parameter(f"{each}.weight")) for each in (2, 3)}
     with pytest.raises(RequestError, match="needs matrices"):
         optim.build(nn.BatchNorm1d(3), _config(optimizer="muon"))
     with pytest.raises(RequestError, match="no parameter that trains"):

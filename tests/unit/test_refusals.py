@@ -33,10 +33,18 @@ eval gone                              | gone is not there
 eval trained --epochs 3                | no use for --epochs
 eval trained --split valid             | 'valid' | did you mean validation?
 eval trained --predictions x.txt       | x.txt | a file .csv
+export --to onnx                       | No run given
+export gone --to onnx                  | gone is not there
+export trained                         | Unknown format of --to | hub, onnx, safetensors, torch.export
+export trained --to onnx --push me/net | --push belongs to --to hub
+export trained --to onxx               | did you mean onnx?
+export trained --to onnx --epochs 3    | lockstep export has no use for --epochs
+export trained --to onnx --output file | --output file exists
 diff                                   | compares two checkpoints, found 0
 diff a b --tolerance nan               | --tolerance nan: give a finite number
 submit pbs digits                      | Unknown scheduler 'pbs'
 submit slurm digits                    | sbatch is not on PATH
+submit kubernetes digits               | No --image given
 doctor --batch 3                       | no use for --batch
 """
 
@@ -56,7 +64,6 @@ TRAIN = """
 --data cifar10 --no-download --data-dir gone | gone/cifar-10-batches-py | allow --download
 --image-size 9                         | --image-size | --data digits | imagefolder
 --optimizer adamw --momentum .5        | --momentum | --optimizer adamw
---find-unused                          | --find-unused is gone | leave it out
 --momentum 0                           | --momentum is 0 | --no-nesterov
 --warmup 21                            | --warmup 21 | --epochs 20 | --warmup 20 or less
 --lr-rule linear                       | --lr-rule linear | --base-batch
@@ -68,12 +75,14 @@ TRAIN = """
 --accumulate 33 --devices 2            | 33 micro-batches on 2 devices | a smaller --accumulate
 --micro-batch 1 --batch 5 --devices 4  | 2 micro-batches on 4 devices | a larger --micro-batch
 --rank 2 --world-size 2                | --rank 2 | --world-size 2
+--profile 5:2                          | --profile 5:2 | such as 10:15
+--profile 0:2                          | --profile 0:2 | from 1 up
 --nodes 3:2                            | --nodes '3:2' | such as 1:4
 --nodes 2                              | torchrun --nnodes 2
 --exchange-every 9                     | --exchange-every belongs to --exchange local-sgd or diloco
 --powersgd-rank 2                      | --powersgd-rank and --powersgd-start belong to --exchange powersgd
 --exchange powersgd --strategy fsdp    | --exchange powersgd | --strategy fsdp | take ddp or zero1
---cuda-graphs on                       | --cuda-graphs needs a GPU | cpu | leave it out
+--cuda-graphs on                       | --cuda-graphs needs CUDA | cpu | leave it out
 --cuda-graphs on --strategy dp         | --cuda-graphs on cannot work with --strategy dp | leave one of them out
 --cuda-graphs on --draws global        | --draws global
 --cuda-graphs on --micro-batch auto    | --micro-batch auto
@@ -90,6 +99,10 @@ TRAIN = """
 --accelerator cuda                     | --accelerator cuda | this machine shows no GPU | --accelerator cpu
 --accelerator npu                      | --accelerator npu: torch | was built for | --accelerator auto
 --output held                          | held holds a run already | --resume auto
+--output s3://b/a --remote s3://b/c    | --output s3://b/a and --remote s3://b/c | give one URL
+--remote runs/a                        | --remote runs/a: give a URL
+--remote foo://b/a --output new        | foo://b/a cannot be used | Protocol not known: foo
+--remote oss://b/a --output new        | oss://b/a needs a package that is not installed | ossfs
 --output file --devices 2              | file is a file | give a folder
 """
 
@@ -154,6 +167,7 @@ CURVE = """
 --resume auto                          | no use for --resume auto
 --strategy single                      | --strategy single is what the others are compared with
 --strategy hybrid                      | needs several nodes | lockstep verify gradients measures it
+--output s3://b/a                      | --output s3://b/a: it writes to local disks alone
 --devices 1                            | --devices 1 leaves nothing to compare
 --batch 1                              | batch 1 | 2 devices
 --output proved                        | proved holds a run already

@@ -57,4 +57,6 @@ def test_what_is_no_function_is_not_launched() -> None:
     main: Any = None  # what a function returns that was called by mistake
     with pytest.raises(RequestError, match="takes a function that each rank calls; found None"):
         lockstep.launch(main, devices=2)
+    with pytest.raises(RequestError, match=r"found 0\.5: give functools\.partial"):
+        lockstep.launch(print, 0.5)  # type: ignore[call-overload]
     assert sys.excepthook is hook

@@ -261,7 +261,9 @@ def test_a_checkpoint_of_a_loop_that_is_damaged_is_seen(tmp_path: Path, capsys: 
 
 
 def test_options_and_values_of_names_that_others_have_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"Unknown option .* 'lr': .* It takes output, resume, checkpoint_every"):
+    with pytest.raises(
+        RequestError, match=r"Unknown option .* 'lr': .* It takes output, remote, resume, checkpoint_every"
+    ):
         lockstep.session(lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"^accumulate 2 and micro_batch 3 both set micro-batches"):
         lockstep.session(accumulate=2, micro_batch=3)
@@ -795,7 +797,7 @@ def test_a_stop_at_an_epochs_end_repeats_that_end_alone(tmp_path: Path) -> None:
     def train(output: str, *, asked_at: int = 0, **options: Any) -> Tensor:
         """Ask for a stop within step `asked_at`, or, if negative, at the end of that epoch."""
         ours, model, optimizer, loader = loop(output=output, **options)
-        ours.at_end(lambda _: {"tested": ours.load_best(), "steps": 0})
+        ours.on("end", lambda _: {"tested": ours.load_best(), "steps": 0})
         with ours:
             for epoch in ours.epochs(2):
                 for batch in loader:
@@ -887,14 +889,43 @@ def test_the_best_weights_are_loaded_at_once_and_the_last_ones_stay_saved(
         ours.score(1.0)
 
 
+def test_functions_are_called_at_a_runs_events(tmp_path: Path) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    ours, model, optimizer, loader = loop(output=tmp_path)
+    for event in ("save", "end", "evaluate", "epoch", "step"):
+        ours.on(event, lambda fields, event=event: seen.append((event, fields)))  # type: ignore[misc]
+    ours.on("epoch", lambda fields: optimizer.param_groups[0].update(lr=1 / 2 ** (fields["epoch"] + 1)))
+    ours.on("end", lambda _: {"tested": torch.tensor(0.25)})
+    with ours:
+        for _ in ours.epochs(2):
+            for batch in loader:
+                ours.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            ours.score(0.5, on="held out", loss=2.0)
+    assert [event for event, _ in seen if event != "save"] == [*["step"] * 4, "evaluate", "epoch"] * 2 + ["end"]
+    assert seen[0] == ("step", {"step": 1, "epoch": 0})
+    assert seen[4] == ("evaluate", {"step": 4, "epoch": 0, "on": "held out", "score": 0.5, "loss": 2.0})
+    saved = [fields for event, fields in seen if event == "save"]
+    assert [fields["step"] for fields in saved] == [4, 8]
+    assert all(Path(fields["path"]).parent == tmp_path / "checkpoints" for fields in saved)
+    assert json.loads((tmp_path / "summary.json").read_text())["tested"] == 0.25
+    resumed, _, optimizer, _ = loop(output=tmp_path, resume="auto")
+    with resumed:
+        assert [*resumed.epochs(2)] == []
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(RequestError, match=r"'saved'.*did you mean save"):
+        loop()[0].on("saved", print)  # type: ignore[arg-type]
+
+
 def test_a_function_for_the_end_adds_no_epoch(tmp_path: Path) -> None:
     for _ in range(2):
         ours, model, optimizer, loader = loop(output=tmp_path, resume="auto")
-        ours.at_end(lambda _: None)
+        ours.on("end", lambda _: None)
         with ours:
             run_epochs(ours, model, optimizer, loader, 1)
         assert ours.step == 4
         with pytest.raises(RequestError, match="called after the last epoch"):
-            ours.at_end(lambda _: None)
+            ours.on("end", lambda _: None)
         with pytest.raises(RequestError, match="given 'step', which its record has"):
             ours.score(1.0, step=3)

@@ -44,13 +44,17 @@ def batch(source: Source, *indices: int, epoch: int = 0) -> tuple[Tensor, Tensor
     return x, y
 
 
-def test_digits_are_scikit_learns_normalised() -> None:
+@pytest.mark.slow  # the import of scikit-learn takes a second
+def test_digits_are_scikit_learns() -> None:
     real = pytest.importorskip("sklearn.datasets").load_digits()
     held_out = np.arange(1797) % 5 == 0
     for split, chosen in (("train", ~held_out), ("test", held_out)):
         pixels, labels = digits.read()[split]
         assert np.array_equal(pixels[..., 0], real.images[chosen])
         assert np.array_equal(labels, real.target[chosen])
+
+
+def test_digits_are_normalised() -> None:
     splits = made(DataConfig())
     assert (len(splits.train), len(splits.test), splits.train.classes, splits.train.shape) == (1437, 360, 10, (1, 8, 8))
     x, _ = batch(splits.train, *range(1437))

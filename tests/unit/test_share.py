@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import random
 import re
@@ -22,7 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.batching import BatchPlan
 from lockstep.data.order import Order
 from lockstep.data.ranks import signature
-from lockstep.data.share import Micro, SharedLoader, moved
+from lockstep.data.share import Micro, SharedLoader
+from lockstep.data.transfer import moved
 from lockstep.errors import RequestError, RunError
 from lockstep.world.random_state import Generators
 from lockstep.world.topology import Topology
@@ -364,3 +366,62 @@ def test_a_state_that_no_checkpoint_holds_is_told_at_the_start() -> None:
         assert "a separate random generator (noise)" in drawn
         assert [each.startswith("the data set's state_dict is not used") for each in state] == [True] * len(state)
         assert len(state) == isinstance(dataset, Stateful)
+
+
+class Resumable(Counting):
+    """A stream that continues from its state, a list of positions that were read, but for a buffer of `lost` samples.
+
+    `offset` is added to its numbers.
+    """
+
+    def __init__(self, lost: int = 0, offset: int = 0) -> None:
+        super().__init__(samples=200)
+        self.start, self.read, self.lost, self.offset, self.taken = 0, 0, lost, offset, list[int]()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start, self.start = self.start, 0
+        for number in range(start, self.samples):
+            self.taken.append(number)
+            self.read = number + 1
+            yield torch.tensor([number + self.offset, self.epoch, random.random()], dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read + self.lost}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["read"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Resumable:
+        same = Resumable(self.lost, self.offset)
+        same.taken = self.taken
+        return same
+
+
+@pytest.mark.parametrize(
+    ("resumed", "reads", "is_same", "workers"),
+    [
+        (Resumable(), 5 + 65 + 65 + 185, True, 0),
+        (Resumable(lost=3), 5 + 65 + 65 + 200, True, 0),
+        (Counting(), 0, True, 0),
+        (Resumable(offset=1), 5 + 65 + 65 + 200, False, 0),
+        (Resumable(), 0, True, 1),
+    ],
+)
+def test_a_resumed_stream_goes_on_from_its_state_or_reads_the_batches_before_again(
+    resumed: Any, reads: int, is_same: bool, workers: int
+) -> None:
+    kind = Counting() if type(resumed) is Counting else Resumable(getattr(resumed, "lost", 0))
+    whole = _shared(kind, 5, accumulate=2, num_workers=workers)
+    batches = [micro.batch.tolist() for micro in whole.micros(1, again=2)]
+    place = json.loads(json.dumps(whole.place([1, 2], 3)))
+    assert place[:2] == [[1, 2], 3]
+    assert whole.place([1, 1], 3) == whole.place([1, 2], 41) == []
+    shared = _shared(resumed, 5, accumulate=2, num_workers=workers)
+    shared.restore(place)
+    rest = [micro.batch.tolist() for micro in shared.micros(1, first=3, again=2)]
+    assert (rest == batches[6:]) == is_same
+    assert shared.has_changed == (not is_same)
+    assert shared.place([1, 2], 3) == whole.place([1, 2], 3) or not is_same
+    if reads:
+        assert len(resumed.taken) == reads
+    assert [micro.batch.tolist() for micro in shared.micros(1, again=2)][: len(batches)] == batches or not is_same

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
+import pickletools
 import weakref
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -96,14 +96,14 @@ def test_operators_agree_with_their_rules_for_the_compiler(affine: bool) -> None
     forward: Any = synchronous(layer)
     x, dy, statistics, order = _drawn(4, 3, 2, 2), _drawn(4, 3, 2, 2), (torch.zeros(3), torch.ones(3)), torch.zeros(())
     shared = order, 1e-5, False, forward.key
-    moments = torch.zeros(3), torch.ones(3), torch.tensor([16], dtype=torch.int32)
+    moments = [torch.zeros(3), torch.ones(3), torch.tensor([16], dtype=torch.int32)]
     operators = torch.ops.lockstep
     torch.library.opcheck(operators.batch_norm_statistics.default, (x, *statistics, None, order, 0.1, *shared[1:]))
-    inputs = (x.clone().requires_grad_(), layer.weight, layer.bias, *moments, *shared)
+    inputs = (x.clone().requires_grad_(), layer.weight, layer.bias, moments, *shared)
     torch.library.opcheck(operators.batch_norm_normalise.default, inputs)
     weight = layer.weight.detach() if affine else None
     for exchanges in (True, False):
-        torch.library.opcheck(operators.batch_norm_gradients.default, (dy, x, weight, *moments, *shared, exchanges))
+        torch.library.opcheck(operators.batch_norm_gradients.default, (dy, x, weight, moments, *shared, exchanges))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -137,15 +137,13 @@ def test_pickles_and_what_torch_makes_of_a_model_are_plain(tmp_path: Path) -> No
     convert(model, PAIR)
     model(x)
     torch.save(model, tmp_path / "model.pt")
-    read = (
-        "import sys, torch; model, y = torch.load('model.pt', weights_only=False), torch.load('y.pt')"
-        "; assert type(model[1]) is torch.nn.BatchNorm2d, model"
-        "; torch.testing.assert_close(model.eval()(torch.load('x.pt')), y)"
-        "; assert 'lockstep' not in sys.modules"
-    )
-    torch.save(x, tmp_path / "x.pt")
-    torch.save(expected.eval()(x), tmp_path / "y.pt")
-    subprocess.run([sys.executable, "-c", read], cwd=tmp_path, check=True)
+    with zipfile.ZipFile(tmp_path / "model.pt") as archive:
+        named = [argument for _, argument, _ in pickletools.genops(archive.read("model/data.pkl"))]
+    assert "torch.nn.modules.batchnorm BatchNorm2d" in named
+    assert not [name for name in named if "lockstep" in str(name)]
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert synchronous(read[1]) is None
+    torch.testing.assert_close(read.eval()(x), expected.eval()(x))
     fused = fuse_conv_bn_eval(*model.eval())
     torch.testing.assert_close(fused(x), expected(x))
     traced = torch.fx.symbolic_trace(model)
@@ -217,7 +215,7 @@ def test_operations_of_a_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(Topology(size=2, local_size=2), torch.device("cpu"), dist.group.WORLD)
         for is_synchronous in (False, True):
             with FakeTensorMode(allow_non_fake_inputs=True), _Counted() as counted:
-                model = torchvision.models.resnet50()
+                model = torchvision.models.resnet18()
                 if is_synchronous:
                     convert(model, world)
                 counted.count = 0
@@ -226,4 +224,4 @@ def test_operations_of_a_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         cuda_kernels.rows_of.cache_clear()  # of fake tensors
         dist.destroy_process_group()
-    assert counts[True] <= 1000, counts
+    assert counts[True] <= 400, counts

@@ -36,7 +36,7 @@ class Audited(NamedTuple):
 def measure(audited: Audited, folder: Path) -> Verdict:
     """Record and replay in `folder`, which is empty; return the verdict.
 
-    Raises `RequestError` for a script whose steps cannot be judged, `RunError` for one that fails by itself.
+    Raises `RequestError` for a script whose steps cannot be judged, `RunError` for one that fails.
     """
 
     def refuse(reason: str) -> RequestError:

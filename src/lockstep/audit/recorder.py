@@ -76,14 +76,14 @@ class Recorder(Observer):
 
     def _fetch(self, plain: Any, fetcher: Any, *args: Any) -> Any:
         """Fetch samples, without what samplers draw; in a data worker too."""
-        earlier, self._reads_samples = get_generators(), True
+        earlier_states, self._reads_samples = get_generators(), True
         try:
             batch = plain(fetcher, *args)
         finally:
             self._reads_samples = False
         if isinstance(fetcher, MapFetcher) or fetcher is self._fetcher:  # a stream shuffles before its first
-            for source, before, state in zip(("random", "numpy"), earlier, get_generators(), strict=True):
-                if before is not None and repr(before) != repr(state):
+            for source, earlier, state in zip(("random", "numpy"), earlier_states, get_generators(), strict=True):
+                if earlier is not None and repr(earlier) != repr(state):
                     self._save_digest(source, state)
         self._fetcher = fetcher
         return batch

@@ -8,9 +8,9 @@
       last -> step-00000512     relative links, replaced atomically
       best -> step-00000384
 
-Saving blocks training for one copy of the tensors; a background thread writes the files. The linked checkpoints and the
-one before the last are kept, so that one damaged checkpoint leaves an intact one. Loading verifies every checksum, and
-runs no code.
+Saving blocks training for one copy of the tensors; a background thread writes the files. The linked checkpoints and, by
+default, the one before the last are kept, so that one damaged checkpoint leaves an intact one. Loading verifies every
+checksum, and runs no code.
 """
 
 from .read import find, fingerprint, load, peek

@@ -19,7 +19,7 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor, detached (*collective* for a shard)."""
     detached: Any = tensor.detach()
     gathered: Tensor = detached.full_tensor() if is_shard(tensor) else detached

@@ -32,7 +32,8 @@ class Checkpoints:
 
     If a checkpoint cannot be written, `warn` is called with a message: training continues, older checkpoints stay, and
     the next save tries again. `saved` is called with `(step, folder)` once a checkpoint is synced to disk. Both run in
-    the caller's thread, from `save`, `poll` and `wait`. `origin` is the checkpoint that the run continues.
+    the caller's thread, from `save`, `poll` and `wait`. `origin` is the checkpoint that the run continues. The last
+    `keep` checkpoints stay, and the best.
     """
 
     def __init__(
@@ -42,13 +43,17 @@ class Checkpoints:
         warn: Callable[[str], None],
         saved: Callable[[int, Path], None] = lambda step, path: None,
         origin: Path | None = None,
+        keep: int = 2,
     ) -> None:
-        self.folder, self._warn, self._saved = folder, warn, saved
+        self.folder, self._warn, self._saved, self._keep = folder, warn, saved, keep
         self._writing: Future[Path] | None = None
         self._step = 0
         own_folder(folder)
         _tidy(folder)
-        self._previous = folder / origin.resolve().name if origin else None  # `_tidy` may have renamed it
+        # The run's own so far, oldest first: not those after `origin`. `_tidy` may have renamed it.
+        newest = folder / origin.resolve().name if origin else _target(folder / "last")
+        checkpoints = [path for _, path in list_checkpoints(folder)]
+        self._own = checkpoints[: checkpoints.index(newest) + 1] if newest in checkpoints else []
 
     def save(self, state: State, *, step: int, best: bool) -> None:
         """Copy the state and write it in the background. Waits for the previous save.
@@ -59,9 +64,8 @@ class Checkpoints:
         self.wait()
         groups = _snapshot(state.tensors)
         text = render({"format": FORMAT, "version": VERSION, "meta": state.meta})
-        previous = self._previous or _target(self.folder / "last")
         writing = Future[Path]()
-        arguments = (writing, self.folder, groups, text, step, best, previous)
+        arguments = (writing, self.folder, groups, text, step, best, self._own, self._keep)
         threading.Thread(target=_write, args=arguments, name="checkpoint").start()
         self._step, self._writing = step, writing  # not earlier: `wait` would wait for a thread that did not start
 
@@ -82,8 +86,8 @@ class Checkpoints:
                 "training goes on, and older checkpoints are untouched."
             )
         else:
+            self._own = [*self._own, writing.result()][-self._keep :]
             self._saved(self._step, writing.result())
-            self._previous = None
 
 
 def _snapshot(tensors: dict[str, Tensor]) -> Groups:
@@ -146,11 +150,18 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _write(
-    writing: Future[Path], folder: Path, groups: Groups, text: bytes, step: int, best: bool, previous: Path | None
+    writing: Future[Path],
+    folder: Path,
+    groups: Groups,
+    text: bytes,
+    step: int,
+    best: bool,
+    earlier: Sequence[Path],
+    keep: int,
 ) -> None:
     """Write a checkpoint, move the links, remove older ones. An OSError leaves the older ones unchanged.
 
-    The best one stays, and `previous`: the last one, or the one that the run continues, since the last may be damaged.
+    The best one stays, and the last `keep` of the run: `earlier` ones and this one.
     """
     part = folder / f".saving-{step:08d}-{os.getpid()}"
     try:
@@ -160,13 +171,13 @@ def _write(
         part.rename(final)
         sync_folder(folder)
         if best:  # first: a run killed in between continues from the old last one, and reaches its best again
-            _point(folder / "best", final)
-        _point(folder / "last", final)
+            point(folder / "best", final)
+        point(folder / "last", final)
         sync_folder(folder)
+        kept = [*earlier, final][-keep:]
         for _, old in list_checkpoints(folder):
-            if (
-                old not in (final, previous, _target(folder / "best")) and (old / SUMS).exists()
-            ):  # else lockstep did not write it
+            is_kept = old in kept or old == _target(folder / "best")
+            if not is_kept and (old / SUMS).exists():  # else lockstep did not write it
                 with contextlib.suppress(OSError):  # another host may be reading it; the next save tries again
                     _delete(old)
         writing.set_result(final)
@@ -205,7 +216,8 @@ def _target(link: Path) -> Path | None:
     return link.parent / link.readlink() if link.is_symlink() else None
 
 
-def _point(link: Path, target: Path) -> None:
+def point(link: Path, target: Path) -> None:
+    """Set a link atomically to a checkpoint in the same folder."""
     part = link.with_name(f".{link.name}-{os.getpid()}")
     part.unlink(missing_ok=True)
     part.symlink_to(target.name, target_is_directory=True)
@@ -231,4 +243,4 @@ def _tidy(folder: Path) -> None:
         if type(step) is int and step >= 0:
             step_folder = free_name(folder, step)
             link.rename(step_folder)
-            _point(link, step_folder)
+            point(link, step_folder)

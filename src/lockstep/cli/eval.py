@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.options import leaves, read_toml
 from ..config.schema import DataConfig, ParallelConfig, RecordConfig, RunConfig
+from ..config.validity import is_url
 from ..errors import RequestError, choose
 from ..files import DEFECTS, check_own, own_folder, parse_json, read, shown, write_json
 from ..launchers import start
@@ -40,11 +41,20 @@ def main(words: list[str]) -> int:
         raise RequestError("No run given; example: lockstep eval runs/digits-resnet8.")
     options, flag_words = flags.take(words[1:], {"--split": str, "--predictions": str}, prog="lockstep eval")
     split, path = choose("split", options.get("--split", "test"), SPLITS), Path(words[0])
-    source = _config_file(path)
+    if is_url(words[0]):
+        from ..runs.remote import fetched  # late: it imports torch
+
+        path = fetched(words[0])
+    source = folders.find(path, "config.toml") / "config.toml"
+    if has_own_loop(source.parent):
+        raise RequestError(
+            f"{shown(source.parent)} was trained by your own loop or step, which alone computes its scores: evaluate "
+            "in a script, over session.evaluating(loader); --step evaluates after each epoch."
+        )
     predictions = Path(options["--predictions"]).absolute() if "--predictions" in options else None
     if predictions is not None and (predictions.suffix != ".csv" or not predictions.parent.is_dir()):
         raise RequestError(f"--predictions {predictions}: give a file .csv in a folder that is there.")
-    config = flags.parse(flag_words, prog="lockstep eval RUN", base=_base(source), source=source, check=_check_flags)
+    config = flags.parse(flag_words, prog="lockstep eval RUN", base=base_of(source), source=source, check=check_flags)
     is_requested, folder = config.record.output is not None, (config.record.output or source.parent).absolute()
     if is_requested and folder.exists() and not folder.is_dir():
         raise RequestError(f"--output {folder} is a file; give a folder.")
@@ -69,19 +79,14 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _config_file(path: Path) -> Path:
-    """Find config.toml of a run, given its folder or checkpoint."""
-    run = folders.find(path, "config.toml")
+def has_own_loop(run: Path) -> bool:
+    """Return whether the user's own loop or step trained the run in this folder."""
     with contextlib.suppress(*DEFECTS):  # later reads report other defects of the run
-        if parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own":
-            raise RequestError(
-                f"{shown(run)} was trained by your own loop or step, which alone computes its scores: evaluate in a "
-                "script, over session.evaluating(loader); --step evaluates after each epoch."
-            )
-    return run / "config.toml"
+        return bool(parse_json(read(run / "manifest.json"))["chosen"].get("loop") == "own")
+    return False
 
 
-def _base(source: Path) -> RunConfig:
+def base_of(source: Path) -> RunConfig:
     """Return the run's config without machine-specific options: devices, workers, folders, large batches."""
     run = read_toml(source)
     cap, eval_size = max(1, min(_AT_ONCE, _AT_ONCE * 224**2 // run.data.image_size**2)), run.batch.eval_batch
@@ -91,11 +96,12 @@ def _base(source: Path) -> RunConfig:
     return dataclasses.replace(run, batch=batch, data=data, parallel=ParallelConfig(), record=RecordConfig())
 
 
-def _check_flags(names: Collection[str], config: RunConfig) -> None:
+def check_flags(names: Collection[str], config: RunConfig, verb: str = "eval") -> None:
+    """Raise `RequestError` for flags that a verb without training does not read."""
     idle = {leaf.key for leaf in leaves() if leaf.section in _OF_SECTIONS or leaf.key in _OF_TRAINING} - {*_READ}
     for key in names:
         if key in idle:
-            raise RequestError(f"lockstep eval has no use for --{key}: it trains nothing; leave it out.")
+            raise RequestError(f"lockstep {verb} has no use for --{key}: it trains nothing; leave it out.")
     flags.check_read(names, config)
 
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
-from ..config.options import NAMES_OF_CODE, flatten, leaves, read_toml, recipe
+from ..config.options import NAMES_OF_CODE, apply, flatten, leaves, read_toml, recipe
 from ..config.schema import RunConfig
-from ..config.validity import Bounds
+from ..config.validity import Bounds, is_url
 from ..data import sets
 from ..errors import RequestError, unknown
 from ..files import shown
@@ -36,17 +36,8 @@ _FLAG = re.compile("--?[A-Za-z]")
 """The beginning of a flag, but not of a value such as a negative number."""
 
 
-_GONE = {
-    "clear-meeting": "a stale file:// rendezvous is harmless; leave it out",
-    "find-unused": "parameters without a gradient are found in any case; leave it out",
-    "launcher ray": "call lockstep.session() in the train function of Ray Train's TorchTrainer (docs/ray.md)",
-}
-"""Removed flags, some with a value, and their replacement."""
-_GONE_OF_VERBS = {
-    "lockstep compare --yes": "it starts without a confirmation; leave it out",
-    "lockstep forecast --scaling": "forecasts are of one global batch; leave it out",
-    "lockstep runs --open": "lockstep compare --from RUN … makes a report",
-}
+_TO_A_STORE = ("lockstep train", "lockstep run", "lockstep submit slurm", "lockstep submit kubernetes")
+"""Commands whose runs can be copied to a store."""
 
 
 def check_read(names: Iterable[str], config: RunConfig) -> None:
@@ -86,12 +77,18 @@ def parse(
         output.show(usage.text(prog.removeprefix("lockstep ").removesuffix(" RUN").replace(" ", "-"), base))
         raise SystemExit(0)
     names = _names(words, prog)
-    values, run_words = take(_merged(words[has_recipe:]), {"--config": str}, prog=prog)
+    # Of the last three, a URL is two options: `apply` resolves them.
+    values, run_words = take(
+        _merged(words[has_recipe:]),
+        dict.fromkeys(("--config", "--output", "--remote", "--resume"), str),
+        prog=prog,
+    )
     if "--config" in values:
         source = Path(values["--config"])
         base = read_toml(source, base=base, through_links=True)
     _check_code({key: value for key, value in flatten(base, imports).items() if key not in names}, source)
     config = _parsed(lambda: tyro.cli(RunConfig, args=run_words, default=base, config=options), prog)
+    config = apply(config, {name[2:]: value for name, value in values.items() if name != "--config"}, source=prog)
     check(names, config)
     if "--config" in values and source is not None:
         folders.check_meant(config, source)
@@ -110,9 +107,6 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         for name, kind in types.items()
     ]
     for word in words:
-        name = f"{prog} {word.partition('=')[0]}"
-        if name in _GONE_OF_VERBS:
-            raise RequestError(f"{name} is gone: {_GONE_OF_VERBS[name]}.")
         if "=" in word and types.get(word.partition("=")[0].replace("_", "-")) is bool:
             raise RequestError(f"{word}: this flag takes no value.")  # tyro would take any value for true
     result: Any
@@ -120,6 +114,9 @@ def take(words: list[str], types: Mapping[str, type], *, prog: str) -> tuple[dic
         lambda: tyro.cli(make_dataclass("Flags", fields), args=words, add_help=False, return_unknown_args=True), prog
     )
     values = {name: getattr(result, name[2:].replace("-", "_")) for name in types}
+    urls = [f"{name} {values[name]}" for name in ("--output", "--remote") if is_url(values.get(name))]
+    if urls and prog not in _TO_A_STORE:
+        raise RequestError(f"{prog} {urls[0]}: it writes to local disks alone; give a path.")
     for name, value in values.items():
         if isinstance(value, float):
             Bounds(least=0).check(name[2:], value)
@@ -170,9 +167,6 @@ def _names(words: list[str], prog: str) -> list[str]:
         if not _FLAG.match(word):
             continue
         key = _name(word) if _name(word) in kinds else _name(word).removeprefix("no-")
-        for flag in (key, f"{key} {following}", f"{key} {word.partition('=')[2]}"):
-            if flag in _GONE:
-                raise RequestError(f"--{flag} is gone: {_GONE[flag]}.")
         if key not in kinds:
             raise unknown("flag", word.partition("=")[0], [f"--{kind}" for kind in kinds], f"{prog} --help lists all.")
         if kinds[key] is bool and "=" in word:

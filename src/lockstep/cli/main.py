@@ -21,7 +21,7 @@ VERBS = (
     *("train", "run", "submit"),
     *("audit", "verify", "diff", "doctor"),
     *("compare", "forecast", "runs"),
-    *("eval", "eject", "info"),
+    *("eval", "export", "eject", "info"),
 )
 
 

@@ -123,6 +123,7 @@ class MarkedProgress(Progress):
 
     phase, step, count = _forwarded("phase"), _forwarded("step"), _forwarded("count")
     folder, failed, event = _forwarded("folder"), _forwarded("failed"), _forwarded("event")
+    traced = _forwarded("traced")
 
 
 def mark_exchanges(

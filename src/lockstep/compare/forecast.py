@@ -151,7 +151,7 @@ def measure(
         usual_s = trial.seconds if is_missing else usual_s
         if trial.failed:
             raise RunError(f"A rank's share of {size} cannot be measured: {trial.failed}")
-        measurements[size].append(trial.told)
+        measurements[size].append(trial.results)
         record = record if record.start else records.record(path / trials.RUN)
         if not record.plan:
             raise RunError(

@@ -13,7 +13,7 @@ from ..config.schema import RunConfig
 from ..errors import RequestError, counted, unknown
 from ..launchers.plan import plan
 
-_DECIDED = ("output", "resume", "eval-every", "quiet")
+_DECIDED = ("output", "remote", "resume", "eval-every", "quiet")
 _SWITCHES = {"true": "--{}", "false": "--no-{}"}
 _NUMBER = re.compile(r"[\d.e+-]+")
 Words = tuple[str, ...]

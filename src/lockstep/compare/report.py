@@ -1,4 +1,4 @@
-"""The report of a comparison: HTML, Markdown, JSON, CSV and SVG."""
+"""The report of a comparison: HTML, Markdown, JSON and SVG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .numbers import CONFIDENCE
 from .rows import PARTS, Row
 from .tables import Column
 
-HTML, MARKDOWN, JSON, CSV = "report.html", "report.md", "report.json", "report.csv"
+HTML, MARKDOWN, JSON = "report.html", "report.md", "report.json"
 COVERS = (
     f"ratio: of samples/s, to the reference variant; intervals of {CONFIDENCE:.0%} over all races; efficiency: to the "
     "same on one device, by the devices; steps: rank 0's; memory and processors: of all ranks; losses: the largest "
@@ -108,7 +108,6 @@ def write(report: Report, folder: Path) -> list[str]:
     texts = {
         HTML: _html(report, drawings),
         MARKDOWN: _markdown(report),
-        CSV: tables.as_csv(rows),
         **{f"{name}.svg": drawing for name, drawing in drawings.items()},
     }
     for name, text in texts.items():

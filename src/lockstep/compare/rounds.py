@@ -35,7 +35,7 @@ _LEAST_S = (1.5, 1.0)  # of a trial on any machine: the start of Python and torc
 _USUAL_S = 20.0  # for a variant's trial and races, usually
 _MEMORY = 0.7  # share of the free memory that variants may hold at the same time
 _TRIAL = "trial"
-_UNTRIED = Trial(told={}, seconds=0.0)
+_UNTRIED = Trial(results={}, seconds=0.0)
 Commands = Callable[[Cell, Path], Words]
 Notify = Callable[[str], None]
 
@@ -59,7 +59,7 @@ class Series:
     @property
     def step_s(self) -> float:
         """Seconds of a mean step of its trial."""
-        return statistics.fmean(self.trial.told["step_s"])
+        return statistics.fmean(self.trial.results["step_s"])
 
     @property
     def start_s(self) -> float:
@@ -103,7 +103,7 @@ class Series:
     @property
     def draw_parts(self) -> tuple[int, int]:
         """Parts of a batch with separate random draws: (replicas of a process, micro-batches)."""
-        ranks = int(self.trial.told.get("ranks") or 1)
+        ranks = int(self.trial.results.get("ranks") or 1)
         return max(1, self.record.devices // ranks), int(self.record.plan.get("accumulation", 1))
 
     @property
@@ -246,7 +246,7 @@ def _race(working: Sequence[Series], command: Commands, folder: Path, turns: int
 
 def _fit(working: Sequence[Series]) -> bool:
     """Return whether memory holds all variants at the same time."""
-    peaks = [(variant.trial.told["peak_memory_bytes"], variant.record.devices) for variant in working]
+    peaks = [(variant.trial.results["peak_memory_bytes"], variant.record.devices) for variant in working]
     smallest = min((gpu.memory_bytes for gpu in hardware.gpus(visible_gpus())), default=0)
     if sum((peak["device"] or 0) / devices for peak, devices in peaks) > _MEMORY * smallest:
         return False

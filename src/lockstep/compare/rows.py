@@ -97,7 +97,7 @@ def of_series(series: Sequence[Series], *, tolerance: float | None = None, targe
 
 
 def _measured(series: Series, working: Sequence[Series], tolerance: float | None) -> dict[str, Any]:
-    costs, record, batch = series.trial.told, series.record, series.batch
+    costs, record, batch = series.trial.results, series.record, series.batch
     base, step_s = rounds.base_of(working), costs["step_s"]
     alone = next((variant for variant in working if variant.cell.is_alone_of(series.cell)), None)
     rate = numbers.geometric_mean(series.rates).times(batch)
@@ -169,7 +169,7 @@ def _likeness(series: Series, base: Series, tolerance: float | None) -> dict[str
 def _cause(series: Series, base: Series) -> str:
     """Return why the losses of two variants differ, after a colon; "" if unknown."""
     undrawn, place = (
-        next((str(costs[name]) for costs in (series.trial.told, base.trial.told) if costs.get(name)), "")
+        next((str(costs[name]) for costs in (series.trial.results, base.trial.results) if costs.get(name)), "")
         for name in ("undrawn", "first_draw")
     )
     if undrawn:
@@ -183,7 +183,7 @@ def _cause(series: Series, base: Series) -> str:
 def _trained(series: Series, target: float | None) -> dict[str, Any]:
     if not series.trainings:
         return {}
-    runs = [training.told for training in series.trainings.values() if not training.failed]
+    runs = [training.results for training in series.trainings.values() if not training.failed]
     ends, reached = ([run["evals"][-1] for run in runs if run[kind]] for kind in ("evals", "reached"))
     fields: dict[str, Any] = {
         "seeds": len(runs),
@@ -207,7 +207,11 @@ def difference(row: Row, other: Row, column: int, *, reached: bool = False) -> I
     """
     kind = "reached" if reached else "evals"
     values, other_values = (
-        {seed: trial.told["evals"][-1][column] for seed, trial in side.series.trainings.items() if trial.told.get(kind)}
+        {
+            seed: trial.results["evals"][-1][column]
+            for seed, trial in side.series.trainings.items()
+            if trial.results.get(kind)
+        }
         for side in (row, other)
     )
     return numbers.mean([value - other_values[seed] for seed, value in values.items() if seed in other_values])

@@ -1,12 +1,9 @@
-"""Tables for a console, a page, Markdown and CSV."""
+"""Tables for a console, a page and Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .numbers import Interval, Spread
@@ -55,24 +52,3 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     heads = [[column.head for column in columns], ["---", *("---:" for _ in columns[1:])]]
     lines = [*heads, *cells(columns, rows)]
     return [f"| {' | '.join(re.sub(r'[|<>]', ' ', cell) for cell in line)} |" for line in lines]
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows of JSON as CSV. Nested fields are named a.b; a list becomes text."""
-    flat = [_flat(row) for row in rows]
-    text = io.StringIO()
-    out = csv.DictWriter(text, dict.fromkeys(key for row in flat for key in row), lineterminator="\n")
-    out.writeheader()
-    out.writerows(flat)
-    return text.getvalue()
-
-
-def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            fields |= _flat(value, f"{prefix}{key}.")
-        else:
-            text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            fields[f"{prefix}{key}"] = None if text in (math.inf, -math.inf) else text  # the interval of a single race
-    return fields

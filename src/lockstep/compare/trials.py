@@ -26,7 +26,7 @@ _RESULT = "trial.json"
 class Trial:
     """The result of one command, or why it failed."""
 
-    told: dict[str, Any]  # by `measured`, or of a whole training; empty if it failed
+    results: dict[str, Any]  # of `measured`, or of a whole training; empty if it failed
     seconds: float
     to_first_step_s: float | None = None
     failed: str = ""
@@ -91,7 +91,7 @@ def once(
         failed = "refused: " * isinstance(error, RequestError) + reason(name, error)
     first_time = costs.get("first_step_time")
     to_first_step_s = None if first_time is None else first_time - begun_time
-    trial = Trial(told=costs, seconds=time.monotonic() - begun_s, to_first_step_s=to_first_step_s, failed=failed)
+    trial = Trial(results=costs, seconds=time.monotonic() - begun_s, to_first_step_s=to_first_step_s, failed=failed)
     write_json(folder / _RESULT, vars(trial))
     return trial
 

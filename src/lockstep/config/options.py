@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from importlib import resources
@@ -16,8 +17,10 @@ from ..errors import RequestError, unknown
 from ..files import read, understanding
 from ..printable import visible_json
 from .schema import RunConfig
-from .validity import Leaf, leaves_of
+from .validity import Leaf, is_url, leaves_of
 
+RUNS = Path("runs")
+"""The folder of runs that have no --output."""
 OWN_TO_A_RANK = (
     *("rank", "gpus", "devices", "data-dir", "output", "init-method", "interface", "launcher"),
     *("workers", "on-device"),
@@ -34,8 +37,20 @@ IDENTITY = (
 )
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 OF_A_SESSION = (
-    *("output", "resume", "checkpoint-every", "log-every", "verify-every", "ledger", "seed", "max-steps"),
-    *("accumulate", "micro-batch", "draws", "batchnorm", "strategy", "shard-modules", "shard-size", "shard-reshard"),
+    *(
+        "output",
+        "remote",
+        "resume",
+        "checkpoint-every",
+        "keep",
+        "log-every",
+        "profile",
+        "verify-every",
+        "ledger",
+        "seed",
+    ),
+    *("max-steps", "accumulate", "micro-batch", "draws", "batchnorm"),
+    *("strategy", "shard-modules", "shard-size", "shard-reshard"),
     *("exchange", "exchange-every", "powersgd-rank", "powersgd-start", "precision", "deterministic"),
     *("checkpoint-activations", "timeout", "stall-timeout", "collectives", "track"),
 )
@@ -84,7 +99,7 @@ def apply(config: RunConfig, values: Mapping[str, Any], *, source: str) -> RunCo
     """Return `config` with `{public key: value}` applied; errors name `source` as their origin."""
     leaves_by_key = {leaf.key: leaf for leaf in leaves()}
     sections: dict[str | None, dict[str, Any]] = {}
-    for name, value in values.items():
+    for name, value in _place(config, values).items():
         leaf = leaves_by_key.get(name.replace("_", "-"))
         if leaf is None:
             raise unknown(f"option in {source}", name, leaves_by_key, "lockstep train --help lists all.")
@@ -97,6 +112,27 @@ def apply(config: RunConfig, values: Mapping[str, Any], *, source: str) -> RunCo
     top = sections.pop(None, {})
     parts = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items() if name}
     return dataclasses.replace(config, **parts, **top)
+
+
+def _place(config: RunConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values with the store and the local folder that follow from a URL in them."""
+    urls = {key: values[key].rstrip("/") for key in ("output", "remote", "resume") if is_url(values.get(key))}
+    if not urls:
+        return values
+    known = urls if "remote" in values or not config.record.remote else {"remote": config.record.remote, **urls}
+    url, *others = {*known.values()}
+    if others:
+        named = " and ".join(f"--{key} {value}" for key, value in known.items())
+        raise RequestError(f"{named}: a run has one folder in a store; give one URL.")
+    placed = {**values, **urls, "remote": url}
+    if "output" in urls or not (values.get("output") or config.record.output):
+        placed["output"] = local_folder(url)
+    return placed
+
+
+def local_folder(url: str) -> Path:
+    """Return the local folder of a run in a store: runs/s3.bucket.run of s3://bucket/run."""
+    return RUNS / re.sub(r"[^\w.-]+", ".", url.rstrip("/"))
 
 
 def _as(kind: Any, value: Any) -> Any:

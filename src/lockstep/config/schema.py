@@ -21,7 +21,7 @@ import tyro
 
 from ..errors import RequestError, choose
 from .registry import EXCHANGES, KINDS, LAUNCHERS, RARE, TRACKERS, UNSCALED
-from .validity import Bounds, OneOf, check
+from .validity import Bounds, OneOf, check, is_url
 
 _key = tyro.conf.arg
 _MaybeInt = Annotated[int | None, _key(metavar="N")]
@@ -79,7 +79,8 @@ class OptimConfig:
     """The optimizer, its learning rate, and the loss."""
 
     name: Annotated[str, OneOf(("sgd", "adamw", "muon", "lamb", "lars")), _key(name="optimizer")] = "sgd"
-    """sgd, adamw, muon (AdamW for all but matrices); for large batches lamb, or lars (whose rates are above 1)."""
+    """sgd, adamw, muon (matrices and filters of convolutions; AdamW for the rest); for large batches lamb, or lars
+    (whose rates are above 1)."""
     lr: _Positive = 0.1  # Peak learning rate.
     lr_scale: Annotated[tuple[str, ...], _key(metavar="PATTERN=X …")] = ()
     """Learning-rate factors, such as fc.*=10 layer1.*=0.1; the first matching pattern counts."""
@@ -233,20 +234,31 @@ class CheckpointConfig:
     """Checkpoints and resuming."""
 
     resume: Annotated[str, _key(metavar="PATH")] = ""
-    """Checkpoint or run to continue; auto: the last checkpoint in --output, if any."""
+    """Checkpoint or run to continue, or a run's URL; auto: the last checkpoint in --output or --remote, if any."""
     checkpoint_every: Annotated[_MaybeInt, _key(metavar="STEPS")] = None
     """Steps between checkpoints; default: one epoch."""
+    keep: Annotated[int, _key(metavar="N")] = 2  # Last checkpoints to keep, besides the best.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
     """Records and output."""
 
-    output: Annotated[Path | None, _key(metavar="FOLDER")] = None  # Folder of the run; default: runs/NAME.
+    output: Annotated[Path | None, _key(metavar="FOLDER")] = None
+    """Folder of the run; default: runs/NAME. A URL, such as s3://bucket/run, is --remote and a folder in runs."""
+    remote: Annotated[str, _key(metavar="URL")] = ""  # Folder in a store (fsspec) to which the run is copied.
     log_every: Annotated[int, _key(metavar="STEPS")] = 50  # Steps between log lines; fewer if steps are slow.
     quiet: bool = False  # Print only warnings, errors and one final line.
     track: Annotated[tuple[str, ...], _key(metavar="NAME …")] = ()
     """Experiment trackers: wandb, mlflow, trackio, swanlab, csv, tensorboard (always on), or your own MODULE:NAME."""
+    profile: Annotated[str, _key(metavar="FROM:TO")] = ""
+    """Trace these optimizer steps by torch.profiler, such as 10:15: a file per rank in profile/, and a summary."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The optimizer steps of --profile, counted from 1."""
+        first, last = map(int, self.profile.split(":"))
+        return range(first, last + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +340,8 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         "--on-device on": config.data.on_device == "on",
         "--eval-batch": batch.eval_batch is not None,
     }
+    if config.record.remote and not is_url(config.record.remote):
+        yield f"--remote {config.record.remote}: give a URL, such as s3://bucket/run; a folder goes with --output."
     if config.precision.checkpoint_activations and (config.precision.compile or parallel.drives_all):
         other = "--compile" if config.precision.compile else f"--strategy {parallel.strategy}"
         yield f"--checkpoint-activations cannot work with {other}; leave one of them out."
@@ -378,6 +392,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"--gpus {parallel.gpus}: give different indices with commas, such as 0,1."
     if parallel.gpus and parallel.devices not in (None, count := len(parallel.gpu_indices)):
         yield f"--devices {parallel.devices} disagrees with --gpus {parallel.gpus}, which names {count}; give one."
+    is_span = re.fullmatch(r"([1-9]\d{0,17}:[1-9]\d{0,17})?", config.record.profile, re.ASCII)
+    if not is_span or (config.record.profile and not config.record.profiled_steps):
+        yield f"--profile {config.record.profile}: give the first and the last step, from 1 up, such as 10:15."
     if parallel.gpus and parallel.accelerator == "cpu":
         yield f"--gpus {parallel.gpus} disagrees with --accelerator cpu."
     if parallel.rank is not None and parallel.world_size is None:
@@ -395,7 +412,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if exchange in RARE and parallel.strategy != "auto" and KINDS[parallel.strategy].divides_state:
         yield (
             f"--exchange {exchange} has each rank step all parameters, and under --strategy {parallel.strategy} a rank "
-            "has the optimizer state of its own alone; take --strategy ddp."
+            "has only its part of the optimizer state; take --strategy ddp."
         )
     if exchange in RARE and parallel.batchnorm == "sync":
         yield (

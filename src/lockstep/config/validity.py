@@ -23,6 +23,11 @@ def require(holds: bool, sentence: str) -> None:
         raise RequestError(sentence)
 
 
+def is_url(value: Any) -> bool:
+    """Return whether a value is the URL of a folder in a store, such as s3://bucket/run."""
+    return isinstance(value, str) and "://" in value
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The numbers that an option takes; by default all finite ones."""

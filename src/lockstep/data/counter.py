@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 UInt64 = npt.NDArray[np.uint64]
 
+UNIT = 2.0**-53
+"""Spacing of the numbers of `uniform`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFT = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -46,7 +48,12 @@ def below(bound: int, random: UInt64) -> npt.NDArray[np.int64]:
 
 def uniform(random: UInt64) -> npt.NDArray[np.float64]:
     """Return numbers in [0, 1) from random bits, as multiples of 2⁻⁵³."""
-    return (random >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numerators(random).astype(np.float64) * UNIT
+
+
+def numerators(random: UInt64) -> npt.NDArray[np.int64]:
+    """Return the numbers of `uniform` in multiples of `UNIT`."""
+    return (random >> np.uint64(11)).view(np.int64)
 
 
 def _mix(words: UInt64) -> UInt64:

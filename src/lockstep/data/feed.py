@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import dataclasses
 import gc
+import json
 import multiprocessing
 import os
 import random
@@ -22,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,11 +40,14 @@ from ..world.random_state import Generators, preserve_generators
 from . import counter
 from .ranks import COMPARED, Signature, is_alike, signature
 from .source import Indices
+from .transfer import to_device
 
 GENERATORS = 3
 """Number of generators, each with its own key: torch and NumPy have one algorithm, and would draw the same numbers."""
 MIXES, PACKS = "mixes", "packs"
 """How a collate function makes batches: a sample depends on the others in its batch; a sample has several rows."""
+_FOLLOWING = 64
+"""Samples, and the rest of their batch, that show whether a state restores a stream."""
 _WATCH_S = 1.0
 
 
@@ -128,8 +133,9 @@ class Batches:
         dataset = self.dataset
         if type(dataset) is TensorDataset and self._collate is default_collate:
             # Collating single samples takes longer than a small net's step.
-            rows = torch.from_numpy(indices)
-            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
+            rows, devices = torch.from_numpy(indices), {tensor.device for tensor in dataset.tensors}
+            rows_on = {device: to_device(rows, device) for device in devices}
+            return [tensor.index_select(0, rows_on[tensor.device]) for tensor in dataset.tensors]
         states = Generators.now(())
         if not self._draws:
             getitems, index_list = None if self._name else getattr(dataset, "__getitems__", None), indices.tolist()
@@ -174,11 +180,21 @@ class Batches:
             raise
 
 
+class Mark(NamedTuple):
+    """Where a stream is after a batch: the data set's state as JSON, or "", and the batch's last sample."""
+
+    state: str
+    last: Signature
+
+
 class Stream(IterableDataset[Any]):
     """One rank's shares of an epoch of an iterable data set. Every rank reads all of it; shares begin at batch `first`.
 
-    Answers are those of `Batches`; the first one has the first samples' signatures. `spare` is the number of ranks, or
-    0. If not 0, a last batch of fewer samples than ranks is added to the previous one, so that no share is empty.
+    Answers are those of `Batches`; before a share, the batch's `Mark`. The first answer has the first samples'
+    signatures, and whether the stream is that of the `marks` that an earlier run had before and after batch
+    `first` - 1. If the data set's state restores it there, earlier batches are not read. `spare` is the number of
+    ranks, or 0. If not 0, a last batch of fewer samples than ranks is added to the previous one, so that no share is
+    empty.
     """
 
     def __init__(
@@ -190,19 +206,20 @@ class Stream(IterableDataset[Any]):
         keys: counter.UInt64,
         epoch: int,
         first: int,
+        marks: Sequence[Mark] = (),
     ) -> None:
         self.dataset, self._collate, self._drop_last = loader.dataset, loader.collate_fn, loader.drop_last and not spare
         self._size, self._plan = plan.global_size, dataclasses.replace(plan, global_size=plan.global_size + spare)
         self._rank, self._keys, self._epoch, self._first = rank, keys, epoch, first
+        self._marks = marks
 
     def __iter__(self) -> Iterator[tuple[Indices, Any, Any]]:
-        size, longest, buffer = self._size, self._plan.global_size, list[Any]()
+        size, longest, buffer, is_same = self._size, self._plan.global_size, list[Any](), True
+        if get_worker_info() is not None:  # in which Hugging Face's streams would shuffle otherwise
+            torch.utils.data.get_worker_info = lambda: None
         with preserve_generators():
-            if set_epoch := getattr(self.dataset, "set_epoch", None):
-                set_epoch(self._epoch)
-            seed(self._keys, 0)
-            samples = self._read(iter(self.dataset))
-        for step in count():
+            begin, dataset, samples = self._restored() or (0, *self._opened())
+        for step in count(begin):
             answers: list[tuple[Indices, Any, Any]] = []
             with preserve_generators():
                 window = [*buffer, *islice(samples, longest - len(buffer))]
@@ -210,8 +227,13 @@ class Stream(IterableDataset[Any]):
                 batch, buffer = window[:total], window[total:]
                 if not batch or (self._drop_last and total < size):
                     return
+                if step == self._first - 1 and self._marks:
+                    is_same = signature(batch[-1]) == self._marks[-1].last
                 if step == self._first:
-                    answers.append((np.arange(0), None, ([signature(sample) for sample in batch[:COMPARED]], "")))
+                    first_samples = [signature(sample) for sample in batch[:COMPARED]]
+                    answers.append((np.arange(0), None, (first_samples, "", is_same)))
+                if step >= self._first and longest == size:
+                    answers.append((np.arange(0), None, (step + 1, _mark(dataset, batch))))
                 shares = self._plan.batch_shares(total, self._rank) if step >= self._first else []
                 for share in shares:
                     start = step * size + share.start
@@ -222,14 +244,50 @@ class Stream(IterableDataset[Any]):
             while answers:  # popped, so that a sent answer is freed
                 yield answers.pop(0)
 
-    def _read(self, samples: Iterator[Any]) -> Iterator[Any]:
+    def _restored(self) -> tuple[int, Any, Iterator[Any]] | None:
+        """Return (batch `first`, a copy of the data set there, its samples) by its state; None if that does not work.
+
+        A state may leave out samples, such as those of a shuffle buffer. So the batch before, and samples that follow
+        from either mark, are read and compared.
+        """
+        if len(self._marks) < 2 or not all(mark.state for mark in self._marks):
+            return None
+        (before, _), (after, last) = self._marks
+        size, first = self._size, self._first
+        more = -(-_FOLLOWING // size) * size
+        with contextlib.suppress(Exception):  # the user's code: a stream that is read from its beginning needs none
+            earlier, later = self._opened(first - 1, before)[1], self._opened(first, after)[1]
+            *_, sample = islice(earlier, size)
+            following, expected = ([signature(item) for item in islice(items, more)] for items in (earlier, later))
+            if signature(sample) == last and following == expected and len(expected) == more:
+                return first, *self._opened(first, after)
+        return None
+
+    def _opened(self, step: int = 0, state: str = "") -> tuple[Any, Iterator[Any]]:
+        """Return the data set and its samples, or a copy and its samples from batch `step` on, which is its `state`."""
+        dataset: Any = copy.deepcopy(self.dataset) if state else self.dataset
+        if set_epoch := getattr(dataset, "set_epoch", None):
+            set_epoch(self._epoch)
+        if state:
+            dataset.load_state_dict(json.loads(state))
+        seed(self._keys, 0)
+        return dataset, self._read(iter(dataset), step)
+
+    def _read(self, samples: Iterator[Any], step: int) -> Iterator[Any]:
         """Yield the samples. The data set's draws are functions of their positions, however far a rank reads ahead."""
-        for number in count(1):
+        for number in count(step + 1):
             seed(self._keys, number)
             batch = list(islice(samples, self._size))
             yield from batch
             if not batch:
                 return
+
+
+def _mark(dataset: Any, batch: Sequence[Any]) -> Mark:
+    state = ""
+    with contextlib.suppress(Exception):  # without a state, or with one that is no JSON
+        state = json.dumps(dataset.state_dict(), sort_keys=True)
+    return Mark(state, signature(batch[-1]))
 
 
 class Feed:

@@ -123,7 +123,8 @@ def decode(path: Path, least: int = 0, span: tuple[Path, int, int] | None = None
                 image.draft("RGB", (least, least))
             jpeg = _jpeg()
             if jpeg and image.format == "JPEG" and image.mode in ("RGB", "L") and image.size == size:
-                with contextlib.suppress(RuntimeError, AttributeError):  # Pillow names the damage
+                # Pillow names the damage; a deprecation is an error under -W error.
+                with contextlib.suppress(RuntimeError, AttributeError, DeprecationWarning):
                     return jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
             return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from . import counter
 from .source import Indices, Request
+from .transfer import to_device
 
 Floats = tuple[float, ...]
 _DRAWS = 5
@@ -29,11 +30,15 @@ class Plain:
         is_last = request.channels_last and like.dim() == 3 and len(like) > 1
         self._device, self._memory_format = request.world.device, torch.channels_last if is_last else None
 
-    def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
+    def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
         x = to_device(x, self._device)
         if self._memory_format is None and x.dtype == self.dtype:
             return x
         return x.to(self.dtype, memory_format=self._memory_format or torch.preserve_format)
+
+    def draw(self, epoch: int, indices: Indices) -> Tensor:
+        """Return (0, n): nothing is drawn."""
+        return torch.empty((0, len(indices)), dtype=torch.int64)
 
 
 class Transform:
@@ -66,15 +71,15 @@ class Transform:
         means, stds = (torch.tensor(values, dtype=torch.float64).repeat(shape[1] * shape[2]) for values in (mean, std))
         self._scale, self._shift = (values.to(self._device, self._exact) for values in (1 / stds, -means / stds))
 
-    def __call__(self, x: Tensor, indices: Indices, epoch: int) -> Tensor:
-        """Return images x of samples `indices` (n,) for this epoch."""
+    def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Return images x, varied by `draws`, which are on the device (see `draw`)."""
+        x = to_device(x, self._device)
         x = x.permute(0, 2, 3, 1).contiguous() if self._turns else x
-        draws = self.draw(epoch, indices)
         if "crop" in self._names or "flip" in self._names:
-            x = _move(x, to_device(draws[:3], x.device))
+            x = _move(x, draws[:3])
         x = self.normalised(x)
         if "cutout" in self._names:
-            _cut(x, to_device(draws[3:], self._device))
+            _cut(x, draws[3:])
         x = x.permute(0, 3, 1, 2)
         return x if self._channels_last else x.contiguous()
 
@@ -91,8 +96,9 @@ class Transform:
 
         (5, n) int64 in host memory: first row and column of the crop, in pixels from the corner of the unpadded image
         (-pad to pad), 1 where it is mirrored, and row and column of the pixel at the centre of the cut-out square.
+        (0, n) without variations.
         """
-        draws = np.zeros((_DRAWS, len(indices)), np.int64)
+        draws = np.zeros((_DRAWS if self._names else 0, len(indices)), np.int64)
         _, *sides = self.shape
         bounds = {"crop": [(row, side // 8 * 2 + 1) for row, side in enumerate(sides)], "flip": [(2, 2)]}
         bounds["cutout"] = list(enumerate(sides, start=3))
@@ -131,11 +137,3 @@ def _inside(centre: Tensor, side: int) -> Tensor:
     """Return a mask (n, side) of the window of side // 2 around each centre (n,)."""
     offset = torch.arange(side, device=centre.device) - centre[:, None] + side // 4
     return (offset >= 0) & (offset < side // 2)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, without making the host wait for the GPU."""
-    if tensor.device.type == device.type:
-        return tensor
-    # A copy from pageable memory may wait for all work queued on the GPU; one from pinned memory never does.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tensor.to(device)

@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import counter
-from .images import Floats, Plain, Transform, to_device
+from . import counter, order
+from .images import Floats, Plain, Transform
 from .ranks import Array, Arrays, shared
 from .source import Fetched, Indices, Request, Source, Splits
+from .transfer import to_device
 
 Read = Callable[[], dict[str, tuple[Array, Array]]]
 """Returns {"train" and "test": (images (N, H, W, C) uint8, labels (N,))}."""
-Fetch = Callable[[Indices], tuple[Tensor, Tensor]]
-"""indices (n,) -> the stored samples (n, …), and their labels on the device."""
+Number = Callable[[Indices], Tensor]
+"""indices (n,) -> numbers (k, n), int64, by which the device finds or computes the samples."""
+Fetch = Callable[[Indices, Tensor], tuple[Tensor, Tensor]]
+"""(indices (n,), their numbers (k, n) on the device) -> the stored samples (n, …), and their labels on the device."""
 _CLASSES, _NOISES, _SQUARES = 10, 16, 4
 """Of `fake`: classes, noise patterns, and squares per side of a class's pattern."""
 _FAKE = 2
+_SHARES = 1024
 _READY_BYTES = 64 << 20
 """Largest data set without augmentation to normalise once. Per batch, it takes 7 µs of a small net's step."""
 
 
 class Data(Source):
-    """Source of `samples` samples, read by `fetch` and transformed by `transform`."""
+    """Source of `samples` samples, read by `number` and `fetch` and transformed by `transform`."""
 
-    def __init__(self, samples: int, classes: int, transform: Transform | Plain, fetch: Fetch) -> None:
+    def __init__(
+        self,
+        samples: int,
+        classes: int,
+        transform: Transform | Plain,
+        number: Number,
+        fetch: Fetch,
+        device: torch.device,
+    ) -> None:
         self.classes, self.shape, self.dtype = classes, transform.shape, transform.dtype
-        self._samples, self._transform, self._fetch = samples, transform, fetch
+        self._samples, self._transform, self._number, self._fetch = samples, transform, number, fetch
+        self._device = device
 
     def __len__(self) -> int:
         return self._samples
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
-        for share in shares:
-            x, y = self._fetch(share)
-            yield Fetched(self._transform(x, share, epoch), y, share)
+        for chunk in _chunks(shares):
+            indices = np.concatenate(chunk)
+            rows = [self._number(indices), self._transform.draw(epoch, indices)]
+            # One copy to the device, for thousands of samples.
+            parts = to_device(torch.cat(rows), self._device).split_with_sizes([*map(len, rows)])
+            sizes = [*map(len, chunk)]
+            for share, numbers, draws in zip(chunk, *(part.split_with_sizes(sizes, 1) for part in parts), strict=True):
+                x, y = self._fetch(share, numbers)
+                yield Fetched(self._transform(x, draws), y, share)
+
+
+def _chunks(shares: Iterable[Indices]) -> Iterator[list[Indices]]:
+    """Yield successive shares, at most `_SHARES`, of about `order.CHUNK` samples together."""
+    chunk, samples = list[Indices](), 0
+    for share in shares:
+        chunk.append(share)
+        samples += len(share)
+        if samples >= order.CHUNK or len(chunk) == _SHARES:
+            yield chunk
+            chunk, samples = [], 0
+    if chunk:
+        yield chunk
 
 
 def build(request: Request, read: Read, classes: int, mean: Floats, std: Floats) -> Splits:
@@ -73,14 +105,16 @@ def resident(request: Request, x: Tensor, y: Tensor, classes: int, transform: Tr
     if device.type != "cpu" and mode != "off":
         x = x.to(device) if mode == "on" or x.nbytes * 4 <= torch.accelerator.get_memory_info(device)[0] else x
 
-    def fetch(share: Indices) -> tuple[Tensor, Tensor]:
-        host_indices = torch.from_numpy(share)
-        device_indices = to_device(host_indices, y.device)
-        return x.index_select(0, device_indices if x.device == y.device else host_indices), y.index_select(
-            0, device_indices
-        )
+    is_resident = x.device == y.device
 
-    return Data(len(y), classes, transform, fetch)
+    def number(indices: Indices) -> Tensor:
+        return torch.from_numpy(indices)[None]
+
+    def fetch(indices: Indices, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        rows = numbers.squeeze(0)
+        return x.index_select(0, rows if is_resident else torch.from_numpy(indices)), y.index_select(0, rows)
+
+    return Data(len(y), classes, transform, number, fetch, device)
 
 
 def fake(request: Request) -> Splits:
@@ -101,16 +135,18 @@ def fake(request: Request) -> Splits:
         is_train = split == "train"
         keys = counter.keys(3, _FAKE, 0 if is_train else 1)
 
-        def fetch(share: Indices) -> tuple[Tensor, Tensor]:
-            random = counter.bits(keys, share)
-            y = to_device(torch.from_numpy(counter.below(_CLASSES, random[0])), device)
-            noise = to_device(torch.from_numpy(counter.below(_NOISES, random[1])), device)
-            strength = to_device(torch.from_numpy(0.5 + counter.uniform(random[2])).to(request.dtype), device)
-            x = patterns.index_select(0, y)
-            return x.addcmul_(noises.index_select(0, noise), strength[:, None, None, None]), y
+        def number(indices: Indices) -> Tensor:
+            label, noise, strength = counter.bits(keys, indices)
+            rows = counter.below(_CLASSES, label), counter.below(_NOISES, noise), counter.numerators(strength)
+            return torch.from_numpy(np.stack(rows))
+
+        def fetch(indices: Indices, numbers: Tensor) -> tuple[Tensor, Tensor]:
+            y, noise, strength = numbers[:3]
+            scale = (0.5 + strength.double() * counter.UNIT).to(request.dtype)[:, None, None, None]
+            return patterns.index_select(0, y).addcmul_(noises.index_select(0, noise), scale), y
 
         transform = Transform(request, (3, size, size), variations)
-        return Data(samples if is_train else samples // 4, _CLASSES, transform, fetch)
+        return Data(samples if is_train else samples // 4, _CLASSES, transform, number, fetch, device)
 
     return Splits.of(request, make)
 

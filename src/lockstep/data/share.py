@@ -7,16 +7,14 @@ collate function's draws depend on (seed, epoch, first sample of the share) and,
 from __future__ import annotations
 
 import copy
-import dataclasses
 import operator
 import random
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from ..batching import BatchPlan, Share
@@ -24,14 +22,17 @@ from ..errors import RequestError
 from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
-from .feed import GENERATORS, MIXES, PACKS, Batches, Feed, Stream, seed
+from .feed import GENERATORS, MIXES, PACKS, Batches, Feed, Mark, Stream, seed
 from .order import ASCENDING, OF_A_SAMPLER, SHUFFLED, Order
 from .ranks import Signature, check_alike, compare, digest, spread
 from .source import Indices
+from .transfer import map_ahead, moved
 
 _GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _TRAINING, _EVALUATION, _SAMPLER = 6, 7, 8
 """Purposes of draws: each has separate random numbers, also from those of lockstep's data sets."""
+_MOST_MARKS = 64
+"""A loop may read so many batches of a stream before it trains the first of them."""
 
 
 class Micro(NamedTuple):
@@ -128,6 +129,13 @@ class SharedLoader:
         self._signatures: list[Signature | None] | None = None
         """Signatures of the samples to compare, once they are read; None for a sample that varies."""
         self._collation = ""
+        self._pass = [0, 0]
+        """Epoch of the last training pass over a stream, and earlier passes over it."""
+        self._marks: dict[int, Mark] = {}
+        """By number of batches of that pass: where the stream is after them."""
+        self._saved: list[Any] = []  # the `place` that a resumed run continues from
+        self.has_changed = False
+        """Whether a stream's samples differ from those that the resumed run has read."""
         self.is_compared = world.group is None and self.plan.accumulation == 1
 
     @property
@@ -142,10 +150,9 @@ class SharedLoader:
                 "depend on ranks and workers, and no checkpoint holds its state; draw from torch's, NumPy's or "
                 "Python's global generator, which are seeded for each sample"
             )
-        if hasattr(dataset, "state_dict"):
+        if hasattr(dataset, "state_dict") and not self._is_stream:
             lines.append(
                 "the data set's state_dict is not used: a resumed run goes on at its step by the order of the samples"
-                + ", and reads the stream before it again" * self._is_stream
             )
         return lines
 
@@ -251,7 +258,8 @@ class SharedLoader:
         tasks: Iterator[Any] = iter(())
         if self._is_stream:
             spare = self._world.size if purpose == _EVALUATION else 0
-            stream = Stream(self.loader, self.plan, self._world.rank, spare, keys, epoch, first)
+            marks = self._continue([epoch, again], first) if purpose == _TRAINING else []
+            stream = Stream(self.loader, self.plan, self._world.rank, spare, keys, epoch, first, marks)
             self._feed = Feed(stream, stays=False, **self._options)
         else:
             shares = self._training(epoch, first, drawn_as) if purpose == _TRAINING else self._evaluation()
@@ -262,16 +270,29 @@ class SharedLoader:
                     [(keys, places if self._sampler_order is None else self._sampler_order[places], None)], tasks
                 )
         # No reference to a yielded batch stays here: a session checks whether the user still has the batch.
-        return Micros(filter(None, map(self._to_micro, answers := self._feed.answers(keys, tasks))), answers)
+        micros: Iterator[Micro] = filter(None, map(self._to_micro, answers := self._feed.answers(keys, tasks)))
+        if self._moves:
+            # Without workers, nothing is read ahead: the loop may change its data set between two batches.
+            move, device = self._moved, self._world.device
+            micros = map_ahead(move, micros, device) if self.workers else map(move, micros)
+        return Micros(micros, answers)
 
     def _to_micro(self, answer: tuple[Indices, Share | None, Any]) -> Micro | None:
         indices, share, batch = answer
         if share is None:
+            if isinstance(batch[-1], Mark):
+                self._marks.update([batch])
+                self._marks.pop(batch[0] - _MOST_MARKS, None)
+                return None
+            signatures, collation, *is_same = batch
+            self.has_changed = is_same == [False]
             if self._signatures is None:
-                self._signatures, self._collation = batch
+                self._signatures, self._collation = signatures, collation
             return None
-        batch = moved(batch, *self._destination) if self._moves else batch
         return Micro(batch, share, indices[: share.size])
+
+    def _moved(self, micro: Micro) -> Micro:
+        return micro._replace(batch=moved(micro.batch, *self._destination))
 
     def _training(self, epoch: int, first: int, drawn_as: int) -> _Shares:
         samples, drop_last = self._length or 0, self.drop_last
@@ -284,6 +305,25 @@ class SharedLoader:
         for share in self.plan.evaluation(self._length or 0, self._world.rank):
             read = np.arange(share.start, share.stop)
             yield read if chosen is None else chosen[read], share
+
+    def place(self, pass_: list[int], batches: int) -> list[Any]:
+        """Return where a stream is after so many batches of a pass [epoch, earlier passes]; [] if unknown."""
+        after = self._marks.get(batches)
+        if after is None or pass_ != self._pass:
+            return []
+        before = self._marks.get(batches - 1)
+        return [pass_, batches, [*([before] if before else []), after]]
+
+    def restore(self, place: list[Any]) -> None:
+        """Continue a stream from where `place` was, once its pass is resumed."""
+        self._saved = place
+
+    def _continue(self, pass_: list[int], first: int) -> list[Mark]:
+        """Begin a pass over a stream; return where it was before and after batch `first` - 1, if known."""
+        marks = [Mark(*mark) for mark in self._saved[2]] if self._saved[:2] == [pass_, first] else []
+        self._pass, self._saved = pass_, []
+        self._marks = {first - number: mark for number, mark in enumerate(reversed(marks))}
+        return marks
 
     def catch_up(self, epochs: int) -> None:
         """Draw from a sampler that counts its draws as often as a run of `epochs` epochs has."""
@@ -321,33 +361,15 @@ class SharedLoader:
                 generator.set_state(state)
 
 
-def moved(part: Any, *destination: Any) -> Any:
-    """Return `part` with its tensors moved to (device, floating-point dtype or None, non_blocking)."""
-    device, dtype, non_blocking = destination
-    if isinstance(part, Tensor):
-        return part.to(device, dtype if part.is_floating_point() else None, non_blocking=non_blocking)
-    if to := getattr(part, "to", None):
-        part = to(device)
-    if isinstance(part, MutableMapping):
-        # A copy: its class may have attributes beyond its items, as Hugging Face's BatchEncoding does.
-        duplicate: Any = copy.copy(part)
-        duplicate.update({key: moved(value, *destination) for key, value in part.items()})
-        return duplicate
-    if to is None and isinstance(part, tuple | list):
-        parts = [moved(item, *destination) for item in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-    if to is None and dataclasses.is_dataclass(part) and not isinstance(part, type):
-        duplicate = copy.copy(part)
-        for field in dataclasses.fields(part):  # also of a frozen dataclass
-            object.__setattr__(duplicate, field.name, moved(getattr(part, field.name), *destination))
-        return duplicate
-    return part
-
-
 def _global_batch(loader: Any) -> int:
     """Return the loader's batch size. Raises `RequestError` for loaders that cannot be shared."""
     if not isinstance(loader, DataLoader):
         raise RequestError(f"A {type(loader).__name__} cannot be shared out; give a torch DataLoader over the data.")
+    if hasattr(loader, "load_state_dict"):  # as torchdata's StatefulDataLoader
+        raise RequestError(
+            f"The DataLoader is a {type(loader).__name__}, whose state is not the run's: give a torch DataLoader with "
+            "the same arguments; checkpoints contain its position."
+        )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise RequestError(
             f"The DataLoader is a {type(loader).__name__} with a custom __iter__, which would not be called: do its "

@@ -27,10 +27,11 @@ from ..world.random_state import preserve_generators
 from ..world.world import World
 from . import counter
 from .feed import GENERATORS, Batches, Feed, seed
-from .images import Plain, Transform, to_device
+from .images import Plain, Transform
 from .ranks import Signature, check_alike, compare, digest, signature, spread
 from .resident import resident
 from .source import SPLITS, Fetched, Indices, Request, Source, Splits
+from .transfer import map_ahead, to_device
 
 _MOST_WORKERS = 16
 """By default: each holds two batches in shared memory."""
@@ -266,24 +267,32 @@ class Streamed(Source):
         reader = Batches(dataset, _together, name=name, split=split, check=check)
         pins = self._device.type != "cpu"
         self._feed = Feed(reader, stays=split == "train", num_workers=workers, pin_memory=pins)
+        self._has_workers = workers > 0
 
     def __len__(self) -> int:
         return self._samples
 
     def stream(self, shares: Iterable[Indices], *, epoch: int) -> Generator[Fetched, None, None]:
         keys = counter.keys(GENERATORS, self._seed, epoch, self._purpose)
+        # True: without signatures, which compare ranks.
+        answers = self._feed.answers(keys, ((keys, share, True) for share in shares))
+        fetch = partial(self._fetch, epoch=epoch)
         try:
-            tasks = ((keys, share, True) for share in shares)  # True: without signatures, which compare ranks
-            for indices, _, batch in self._feed.answers(keys, tasks):
-                if isinstance(batch, LockstepError):
-                    raise batch
-                x, y = batch
-                _check_labels(self._what, y, indices, self.classes)
-                x, y = to_device(x, self._device), to_device(y.long(), self._device)
-                yield Fetched(self._transform(x, indices, epoch), y, indices)
+            yield from map_ahead(fetch, answers, self._device) if self._has_workers else map(fetch, answers)
         except (OSError, EOFError) as error:
             hint = "if the host ran out of memory, use fewer --workers"
             raise RunError(f"A data worker died as it sent samples ({error}): {hint}.") from error
+
+    def _fetch(self, answer: tuple[Indices, Any, Any], epoch: int) -> Fetched:
+        """Return a share that was read, on the device."""
+        indices, _, batch = answer
+        if isinstance(batch, LockstepError):
+            raise batch
+        x, y = batch
+        _check_labels(self._what, y, indices, self.classes)
+        draws = self._transform.draw(epoch, indices)
+        x, y, draws = (to_device(tensor, self._device) for tensor in (x, y.long(), draws))
+        return Fetched(self._transform(x, draws), y, indices)
 
     def close(self) -> None:
         self._feed.close()

@@ -95,7 +95,7 @@ def links(gpus: Sequence[hardware.Gpu]) -> Iterator[Finding]:
 def driver_age(cuda_of_driver: int | None, cuda_of_torch: str | None) -> Iterator[Finding]:
     """Yield whether the driver runs torch's CUDA. NVML has 12040 for CUDA 12.4.
 
-    A driver runs programs of its own major version (https://docs.nvidia.com/deploy/cuda-compatibility/).
+    A driver runs programs of the same major version (https://docs.nvidia.com/deploy/cuda-compatibility/).
     """
     if not cuda_of_driver or not cuda_of_torch:
         return

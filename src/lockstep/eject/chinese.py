@@ -220,11 +220,11 @@ def _edits(text: Text) -> Iterator[Edit]:
             lines = [_translated_line(line) for line in docstring.splitlines()]
         else:
             continue
-        whole = "\n".join([*lines, ""]) if len(lines) > 1 else lines[0]
+        translation = "\n".join([*lines, ""]) if len(lines) > 1 else lines[0]
         yield Edit(
             text.start(value),
             text.stop(value),
-            f'"""{whole}"""'.replace("\n", f"\n{indent}").replace(f"\n{indent}\n", "\n\n"),
+            f'"""{translation}"""'.replace("\n", f"\n{indent}").replace(f"\n{indent}\n", "\n\n"),
         )
 
 

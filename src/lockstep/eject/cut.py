@@ -132,10 +132,10 @@ def _edit_if(text: Text, node: ast.AST, choices: Choices) -> Edit | None:
 
 def _edit_condition(text: Text, node: ast.AST, choices: Choices) -> Edit | None:
     if isinstance(node, ast.BoolOp) and _decided(node, choices) is None:
-        left = [operand for operand in node.values if _decided(operand, choices) is None]
-        if len(left) < len(node.values):
+        undecided = [operand for operand in node.values if _decided(operand, choices) is None]
+        if len(undecided) < len(node.values):
             word = " and " if isinstance(node.op, ast.And) else " or "
-            return Edit(text.start(node), text.stop(node), word.join(map(text.segment, left)))
+            return Edit(text.start(node), text.stop(node), word.join(map(text.segment, undecided)))
     return None
 
 

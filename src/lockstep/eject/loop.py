@@ -16,8 +16,8 @@ from .link import Linked, import_lines, imports_of
 
 _PLAIN = Path(__file__).with_name("plain.py")
 _DROPPED = (
-    *("output", "resume", "checkpoint_every", "log_every", "track", "verify_every", "ledger", "timeout"),
-    "stall_timeout",
+    *("output", "remote", "resume", "checkpoint_every", "keep", "log_every", "track", "verify_every", "ledger"),
+    *("timeout", "stall_timeout"),
 )
 """Options of a session that concern records and proofs."""
 _OF_ANY_MODULE = ("train", "eval", "parameters", "zero_grad")
@@ -156,7 +156,7 @@ class _Ejection:
         prefix = self._text.text[self._text.line_start(node.lineno) : self._text.start(node)]
         suffix = self._text.text[self._text.stop(node) : self._text.line_start(node.end_lineno + 1)]
         if prefix.strip() or suffix.partition("#")[0].strip():
-            raise self._refuse(node, "give the statement a line of its own")
+            raise self._refuse(node, "give the statement a separate line")
         self._replace_lines(node, ["pass"] if len(getattr(self._parents[node], "body", [])) == 1 else [])
 
     def _check_name(self, node: ast.Name) -> None:
@@ -287,10 +287,10 @@ class _Ejection:
             models = ", ".join(sorted(self._prepared.models))
             self._edit_call(call, f"evaluating({{0}}, [{models}], device, rank, world)")
         elif call is not None and node.attr in ("backward", "mean") and len(call.args) == 1:
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            if given.keys() - {"weight"}:
+            arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            if arguments.keys() - {"weight"}:
                 raise self._refuse(node, ast.unparse(call))
-            count = given.get("weight") or f"len({self._batch(node)})"
+            count = arguments.get("weight") or f"len({self._batch(node)})"
             form = "backward({0}, COUNT, device, world)" if node.attr == "backward" else "mean_of({0}, COUNT, device)"
             self._edit_call(call, form.replace("COUNT", count))
         else:

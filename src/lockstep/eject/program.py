@@ -297,9 +297,9 @@ def evaluate(model: nn.Module, images: Any, labels: Any, device: torch.device, r
         part = Subset(images, range(rank, len(images), world)) if IS.ranks else images
         pairs = DataLoader(part, EVAL_BATCH, num_workers=IS.workers)
     elif IS.fsdp:  # each rank calls the model as often, perhaps without a sample
-        own, own_labels = images[rank::world], labels[rank::world]
+        rank_images, rank_labels = images[rank::world], labels[rank::world]
         starts = range(0, math.ceil(len(images) / world), EVAL_BATCH)
-        pairs = ((own[start : start + EVAL_BATCH], own_labels[start : start + EVAL_BATCH]) for start in starts)
+        pairs = ((rank_images[start : start + EVAL_BATCH], rank_labels[start : start + EVAL_BATCH]) for start in starts)
     elif IS.ranks:
         pairs = zip(images[rank::world].split(EVAL_BATCH), labels[rank::world].split(EVAL_BATCH), strict=True)
     else:

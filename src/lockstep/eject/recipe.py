@@ -60,7 +60,18 @@ _HONOURED = {
 }
 _WITHOUT_EFFECT = {
     *("samples", "download", "collate", "metric", "on-device", "max-restarts", "interface", "timeout", "stall-timeout"),
-    *("collectives", "checkpoint-every", "output", "quiet", "track", "verify-every", "ledger"),
+    *(
+        "collectives",
+        "checkpoint-every",
+        "keep",
+        "output",
+        "remote",
+        "quiet",
+        "track",
+        "profile",
+        "verify-every",
+        "ledger",
+    ),
 }
 """Options that do not change what is trained."""
 _NOT_CARRIED = (

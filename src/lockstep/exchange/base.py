@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._torch import Hooks, UserHooks
-from ..checkpoint.shards import local, whole
+from ..checkpoint.shards import full_tensor, local
 from ..checkpoint.state import few
 from ..errors import RunError
 from ..world.world import World
@@ -112,7 +112,7 @@ class Exchange:
     """Exchange of a single process: gradients are those of its samples."""
 
     compared = "weights, optimizer state, synchronised statistics, averaged weights"
-    """What the replica check compares."""
+    """The state that the replica check compares."""
     divides_state = False
     """Whether each rank has only a part of the optimizers' state, and perhaps of the weights."""
     every = 0
@@ -261,7 +261,7 @@ class Exchange:
 def on_device(value: float | Tensor, device: torch.device) -> Tensor:
     """Return the number as float64 (0-dim) on `device`. The host does not wait for the device."""
     if isinstance(value, Tensor):
-        return whole(value).to(device, torch.float64)
+        return full_tensor(value).to(device, torch.float64)
     return torch.full(
         (), float(value), dtype=torch.float64, device=device
     )  # filled there: the host would wait for a copy

@@ -13,14 +13,14 @@ from ..checkpoint.state import few
 from ..errors import RequestError, unknown
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward pass of their own."""
+"""Modules without a forward pass."""
 _CONTAINERS = (nn.Sequential, *_LISTS)
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """Return the outermost modules whose class names match one of the shell `patterns`.
 
-    Without patterns: those of classes that repeat, have layers of their own, and are in a container of torch's. A
+    Without patterns: those of classes that repeat, contain layers, and are in a container of torch's. A
     model of several may have none (see `check_found`).
     """
     inner = [module for module in model.modules() if module is not model and not isinstance(module, _LISTS)]

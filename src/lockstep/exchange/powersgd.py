@@ -2,7 +2,7 @@
 
 A gradient of shape (n, …) is a matrix M (n, m). The ranks sum P = M Q (n, r), with Q (m, r) of the last step, make its
 columns orthonormal, and sum Q = Mᵀ P. All of them take P Qᵀ for the sum of their matrices: r (n + m) numbers travel in
-place of n m. What is left, a rank's M minus its part of P Qᵀ, is added to its gradient of the next step: the ranks
+place of n m. The remainder, a rank's M minus its part of P Qᵀ, is added to its gradient of the next step: the ranks
 together owe what they have not sent. The mathematics are those of torch's `powerSGD_hook`, per parameter, with sums in
 place of means.
 
@@ -29,7 +29,7 @@ _LEAST_RATE = 2  # times fewer numbers than the matrix has; torch's default
 
 
 class _Key(NamedTuple):
-    """Gradients with a state of their own: each loss of a batch has its own errors, since a loop may drop a loss's."""
+    """Gradients with separate state: each loss of a batch has its errors, since a loop may drop those of one loss."""
 
     part: int
     parameter: nn.Parameter

@@ -18,7 +18,7 @@ class Ranks(Exchange):
     """Exchange of headers among several ranks; subclasses exchange gradients or weights."""
 
     checks_first = False
-    """Whether backward passes have collectives of their own, which differ in size where ranks train other batches."""
+    """Whether backward passes contain collectives, whose sizes differ where ranks train other batches."""
 
     def __init__(self, world: World, *, shares_memory: bool = True) -> None:
         """`shares_memory`: ranks of one host without GPUs exchange through shared memory, if they can."""

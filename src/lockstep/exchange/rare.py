@@ -50,9 +50,9 @@ class Rare(Ranks):
         weights = super().backward(backward_pass)
         if weights is None:
             return None
-        total, own = weights.sum(), weights[self.world.rank]
+        total, own_weight = weights.sum(), weights[self.world.rank]
         # Outside of a loader no weights are known: the ranks' shares then count alike.
-        share = torch.where(total > 0, own / total, 1 / self.world.size)
+        share = torch.where(total > 0, own_weight / total, 1 / self.world.size)
         self.divide(backward_pass.part, torch.where(share > 0, share, 1.0))
         return weights
 

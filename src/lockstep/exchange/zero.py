@@ -164,8 +164,8 @@ class Zero1(AllReduce):
         parameters = parameters_of(optimizer)
         # A frozen one may still have a gradient.
         trains = [parameter.requires_grad or parameter.grad is not None for parameter in parameters]
-        known, layout = self._layouts_of_step.get(optimizer, ([], []))
-        if trains != known:
+        laid_out, layout = self._layouts_of_step.get(optimizer, ([], []))
+        if trains != laid_out:
             trained, layout = list(compress(parameters, trains)), []
             for owner in range(self.world.size):
                 numbered = [pair for pair in enumerate(trained) if self._owners[pair[1]] == owner]

@@ -54,7 +54,7 @@ class Classifier:
         self._job, self._session = job, session
         self._scores: Scores | None = None  # of the last evaluation
         self._has_mean = ":" not in job.config.optim.loss  # a user's loss returns sums only
-        session.at_end(self._summarize)
+        session.on("end", self._summarize)
         if not self._has_mean:
             job.world.together(self._check_loss)
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from .. import user_code
 from ..config.schema import RunConfig
 from ..data import users
-from ..data.share import moved
 from ..data.source import hold_out
+from ..data.transfer import moved
 from ..errors import RequestError
 from ..models import table as models_table
 from ..models.modes import evaluating
@@ -60,7 +60,7 @@ class OwnStep:
         weights = None if session.is_resumed else initial.load_weights(config.model, self._model, session.world)
         lines = [*(weights.lines() if weights else []), *initial.describe_patterns(self._model, config)]
         session.prepared.facts["lines"] = lines
-        session.at_end(self._score_at_end)
+        session.on("end", self._score_at_end)
         self.optimizers = optim.build(self._model, config.optim)
         session.prepare(*self.optimizers)
         destination = (session.device, session.precision.cast, False)

@@ -20,6 +20,7 @@ import pickle
 import signal
 import socket
 import tempfile
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -48,7 +49,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .._torch import plain_rendezvous
 from ..config.options import flatten_common
 from ..config.schema import RunConfig
-from ..errors import LockstepError, RequestError, RunError, Stopped
+from ..errors import AbsentError, LockstepError, RequestError, RunError, Stopped
 from ..monitor import failures, output
 from ..monitor.failures import Failure
 from ..monitor.keys import Keys
@@ -61,6 +62,7 @@ from .variables import having, unset
 _BACKEND = "lockstep"  # in torch's registry
 _KEEP_ALIVE_S, _MISSED = 2, 3
 _COUNTED_OUT_S = _KEEP_ALIVE_S * _MISSED  # an agent that is silent for so long is dropped, and ends its ranks itself
+_ASK_AGAIN_S = 5.0
 _LAST_CALL_S = 3  # for further nodes, once the least number has come
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 
@@ -92,7 +94,7 @@ def launch(entry: Entry, launch_plan: LaunchPlan, env: Mapping[str, str]) -> Any
             "options": hashlib.sha256(options.encode()).hexdigest(),
         },
         max_restarts=parallel.max_restarts,
-        local_addr=hosts.own_address(host) or host,
+        local_addr=hosts.own_address(host) or hosts.own_address(hosts.ANYWHERE) or host,
         signals_to_handle=_SIGNALS,
     )
     rendezvous_handler_registry.register(_BACKEND, _handler)
@@ -211,10 +213,7 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return this node's handler; serve the store if the address is this host's and no other process serves it."""
     host, port = hosts.host_and_port(f"tcp://{parameters.endpoint}")
     patience_s = float(parameters.get("join_timeout"))
-    try:
-        opened = stores.serve(host, port)
-    except RequestError:
-        opened = stores.connect(host, port, patience_s)
+    opened = _open(host, port, patience_s)
     options, store, run = str(parameters.get("options")), opened.keys.store, parameters.run_id
     if opened.keys.put("options", options) != options:
         raise RequestError(
@@ -231,6 +230,23 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     )
     handler.state, handler.last = state, parameters.get("last")
     return handler
+
+
+def _open(host: str, port: int, patience_s: float) -> stores.Rendezvous:
+    """Serve the agents' store if the address is this host's; else open it there.
+
+    Asks for the address again and again: a pod's name appears later than the pod, and may first mean its predecessor.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(RequestError):
+            return stores.serve(host, port)
+        try:
+            left_s = max(0.0, deadline - time.monotonic())
+            return stores.connect(host, port, patience_s, attempt_s=min(left_s, _ASK_AGAIN_S))
+        except AbsentError:
+            if time.monotonic() >= deadline:
+                raise
 
 
 def _serve(payload: bytes, last: str) -> bytes | None:

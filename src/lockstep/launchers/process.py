@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from .. import user_code
 from ..config.schema import RunConfig
 from ..errors import RequestError, RunError
 from ..monitor import bounded, failures
@@ -73,8 +74,8 @@ def packed(entry: Entry, config: RunConfig) -> bytes:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # a rank imports the script that started it, and that would start ranks again
-    function = getattr(entry, "function", entry)  # the user's, within an entry of lockstep
-    name = getattr(function, "__qualname__", str(function))
+    function = user_code.within(getattr(entry, "function", entry))  # the user's, within an entry of lockstep
+    name = user_code.name_of(function)
     try:
         if _is_in_no_file() and getattr(function, "__module__", "") == "__main__":
             raise TypeError("this program is in no file that they could read")

@@ -140,18 +140,20 @@ def serve(host: str, port: int) -> Rendezvous:
     return Rendezvous(Keys(store, PREFIX), url, hosted=True, host=host, port=port)
 
 
-def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bool = False) -> Rendezvous:
+def connect(
+    host: str, port: int, timeout_s: float, *, attempt_s: float | None = None, job: str = "", served: bool = False
+) -> Rendezvous:
     """Open the store of rank 0, or of an agent if `served`.
 
     `job` separates these ranks' keys from those of other jobs at the agent. Raises `AbsentError` if no such store
-    answers within `timeout_s`.
+    answers within `timeout_s`, or within `attempt_s` in an attempt that the caller repeats.
     """
     import_torch()
     from .._torch import TCPStore
 
-    url, deadline = hosts.url(host, port), time.monotonic() + timeout_s
+    url, deadline = hosts.url(host, port), time.monotonic() + (timeout_s if attempt_s is None else attempt_s)
     if not served:  # an agent's store exists before the process that it starts
-        _await_listener(host, port, timeout_s)
+        _await_listener(host, port, timeout_s, deadline)
     left_s = max(_PROBE_S, deadline - time.monotonic())
 
     def attempt() -> Store:  # torch retries when the store of a run that ends just now closes
@@ -169,8 +171,7 @@ def connect(host: str, port: int, timeout_s: float, *, job: str = "", served: bo
     return Rendezvous(keys, url, host=host, port=port, outlives=served)
 
 
-def _await_listener(host: str, port: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def _await_listener(host: str, port: int, timeout_s: float, deadline: float) -> None:
     while True:
         try:
             socket.create_connection((host, port), max(_RETRY_S, deadline - time.monotonic())).close()

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config.options import flatten
 from ..config.registry import KINDS, resolved
@@ -21,20 +21,20 @@ WARNED_FROM_S = 300
 _WARN_S = 90
 _IDLE_STARTS = 3
 _ANSWER_S = 60.0
-_COUNT = (r"[1-9][0-9]{0,8}", "an integer from 1 up")
-_WORD = (r"[\w.,:@%+=/-]+", "one word, without spaces and quotes")
+COUNT = (r"[1-9][0-9]{0,8}", "an integer from 1 up")
+WORD = (r"[\w.,:@%+=/-]+", "one word, without spaces and quotes")
 OPTIONS = {
-    "--job-name": _WORD,
-    "--nodes": _COUNT,
-    "--ntasks-per-node": _COUNT,
+    "--job-name": WORD,
+    "--nodes": COUNT,
+    "--ntasks-per-node": COUNT,
     "--gpus-per-node": (r"(\w+:)?[1-9][0-9]{0,8}", "a number from 1 up, or a type with it, such as a100:4"),
-    "--cpus-per-task": _COUNT,
+    "--cpus-per-task": COUNT,
     "--mem": (r"[0-9]{1,9}[KMGT]?", "memory of a node, such as 64G"),
     "--time": (
         r"([0-9]{1,6}-)?[0-9]{1,6}(:[0-9]{1,6}){0,2}|UNLIMITED",
         "minutes, minutes:seconds, hours:minutes:seconds, or days-hours, such as 20:00 for twenty minutes",
     ),
-    **dict.fromkeys(("--partition", "--account", "--qos"), _WORD),
+    **dict.fromkeys(("--partition", "--account", "--qos"), WORD),
 }
 """Options of sbatch that are flags here: the form of the value, and the same in words."""
 _WRITTEN = (
@@ -68,32 +68,18 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
 
     Raises `RequestError` for malformed or contradictory options, and for flags that the job sets.
     """
-    for flag, value in options.items():
-        form, words = OPTIONS[flag]
-        require(bool(re.fullmatch(form, value)), f"{flag} {value}: give {words}.")
+    check_values(options, OPTIONS)
     for option in sbatch:
         _check_option(option)
-    values, defaults = flatten(config), flatten(RunConfig())
-    for flag in _SET_BY_JOB:
-        require(
-            values[flag] == defaults[flag],
-            f"--{flag} {values[flag]}: srun starts the ranks, once, and gives each its place; leave --{flag} out.",
-        )
+    values = unplaced(config, "srun starts the ranks, once, and gives each its place")
     nodes, gpus = int(options.get("--nodes", 1)), int(options.get("--gpus-per-node", "0").rpartition(":")[2])
     ntasks, devices, accelerator = int(options.get("--ntasks-per-node", 0)), values["devices"], values["accelerator"]
     strategy = resolved(values["strategy"], distributed=nodes * (gpus or ntasks or 1) > 1)
     kind, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
     tasks = (gpus or ntasks or 1) if kind.process_per_device else 1
-    require(nodes == 1 or kind.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")
     wrong_tasks = f"--ntasks-per-node {ntasks}: {with_gpus} is {counted(tasks, 'task')} a node; leave it out."
     require(ntasks in (0, tasks), wrong_tasks)
-    require(gpus <= tasks or kind.drives_all, f"{with_gpus}: that uses one device; take another strategy.")
-    on_cpu = f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."
-    require(not gpus or accelerator != "cpu", on_cpu)
-    require(
-        bool(gpus) or accelerator in ("auto", "cpu"),
-        f"--accelerator {accelerator}: add --gpus-per-node N, or the job has no GPU.",
-    )
+    check_hardware(strategy, accelerator, nodes, gpus)
     require(
         devices is None or not (kind.process_per_device or (gpus and devices != gpus)),
         f"--devices {devices}: on Slurm that is --gpus-per-node {devices}, or --ntasks-per-node {devices} on CPUs.",
@@ -102,16 +88,45 @@ def lay_out(options: Mapping[str, str], sbatch: Sequence[str], config: RunConfig
     flags = ["--resume", "auto"]
     flags += ["--nodes", f"{nodes}"] if nodes > 1 else []
     flags += ["--devices", f"{task_devices}"] if task_devices else []
-    # So that the run is refused on a node without a working driver, and does not train on the CPU.
-    flags += (
-        ["--accelerator", "cuda" if accelerator == "auto" else accelerator]
-        if gpus
-        else ["--accelerator", "cpu"]
-        if accelerator == "cpu"
-        else []
-    )
+    flags += accelerator_flags(accelerator, gpus)
     options = {**options, "--nodes": f"{nodes}", "--ntasks-per-node": f"{tasks}"}
     return Job(options, sbatch, strategy, nodes * tasks, task_devices or 1, flags)
+
+
+def check_values(options: Mapping[str, str], forms: Mapping[str, tuple[str, str]]) -> None:
+    """Raise `RequestError` for a value of another form. `forms` are as `OPTIONS`."""
+    for flag, value in options.items():
+        form, words = forms[flag]
+        require(bool(re.fullmatch(form, value)), f"{flag} {value}: give {words}.")
+
+
+def unplaced(config: RunConfig, reason: str) -> dict[str, Any]:
+    """Return the config's options by key. Raises `RequestError`, with the reason, for those that the job sets."""
+    values, defaults = flatten(config), flatten(RunConfig())
+    for flag in _SET_BY_JOB:
+        require(values[flag] == defaults[flag], f"--{flag} {values[flag]}: {reason}; leave --{flag} out.")
+    return values
+
+
+def check_hardware(strategy: str, accelerator: str, nodes: int, gpus: int) -> None:
+    """Raise `RequestError` for a strategy or accelerator that does not fit the nodes and their GPUs."""
+    kind, with_gpus = KINDS[strategy], f"--strategy {strategy} with --gpus-per-node {gpus}"
+    require(nodes == 1 or kind.has_ranks, f"--nodes {nodes}: --strategy {strategy} is one process; take another.")
+    is_fit = gpus <= 1 or kind.process_per_device or kind.drives_all
+    require(is_fit, f"{with_gpus}: that uses one device; take another strategy.")
+    on_cpu = f"--accelerator cpu disagrees with --gpus-per-node {gpus}; leave one out."
+    require(not gpus or accelerator != "cpu", on_cpu)
+    require(
+        bool(gpus) or accelerator in ("auto", "cpu"),
+        f"--accelerator {accelerator}: add --gpus-per-node N, or the job has no GPU.",
+    )
+
+
+def accelerator_flags(accelerator: str, gpus: int) -> list[str]:
+    """Return the run's --accelerator: refused on a node without a working driver, it does not train on the CPU."""
+    if gpus:
+        return ["--accelerator", "cuda" if accelerator == "auto" else accelerator]
+    return [] if accelerator == "auto" else ["--accelerator", accelerator]
 
 
 def _check_option(option: str) -> None:
@@ -126,13 +141,18 @@ def _check_option(option: str) -> None:
 
 def is_unwarned(options: Mapping[str, str]) -> bool:
     """Return whether the time limit is too short for Slurm's warning, after which a run saves."""
-    days, dash, clock = options.get("--time", "UNLIMITED").rpartition("-")
+    limit_s = seconds(options.get("--time", "UNLIMITED"))
+    return limit_s is not None and limit_s < WARNED_FROM_S
+
+
+def seconds(time: str) -> int | None:
+    """Return a time limit of Slurm's form in seconds; None without a limit."""
+    days, dash, clock = time.rpartition("-")
     if clock == "UNLIMITED":
-        return False
+        return None
     parts = [int(part) for part in clock.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return int(days or 0) * 86_400 + seconds < WARNED_FROM_S
+    return int(days or 0) * 86_400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def render(job: Job, folder: Path, command: Sequence[str], script: Sequence[str]) -> str:

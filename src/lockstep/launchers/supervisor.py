@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config.schema import RunConfig
 from ..errors import ProofError, RequestError, RunError, Stopped, ranks_in_short
-from ..files import read
+from ..files import read_end
 from ..monitor import tracebacks
 from ..monitor.failures import Failure, first_cause, resume_hint
 from ..monitor.notes import FOLDER
@@ -43,6 +43,7 @@ _GUARD = (
     '`if __name__ == "__main__":`.'
 )
 _DEVICE_ERROR = re.compile(rb"(CUDA|HIP) error: [^\n]*")  # as torch writes it, also for an assertion in a kernel
+_ERROR_BYTES = 1 << 20  # of the output's end, in which such an error is looked for
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 FINAL = {RequestError.__name__, ProofError.__name__}
@@ -54,7 +55,7 @@ def launch(entry: Entry, launch_plan: LaunchPlan, env: Mapping[str, str]) -> Any
 
     Raises the error of the rank that failed first; by then the others have been ended.
     """
-    payload, places = packed(entry, launch_plan.config), Topology.of_node(launch_plan.processes)
+    payload, places = packed(entry, launch_plan.config), Topology.of_host(launch_plan.processes)
     with Supervisor(launch_plan.config) as supervisor:
         while True:
             with stores.memory() as memory:  # a new one: a killed rank may leave half an entry
@@ -89,7 +90,7 @@ class Supervisor:
         """
         with self._interrupts, guard() as add:
             try:
-                self._sizes = {place.rank: len(self._written(place.rank)) for place in places}
+                self._sizes = {place.rank: self._output_size(place.rank) for place in places}
                 for place in places:
                     self._workers.append(worker := start(place, payload, endpoint, dict(self.notes)))
                     add(worker)
@@ -184,15 +185,24 @@ class Supervisor:
         if is_echo:
             # NCCL's thread aborts a rank left alone, but also one whose kernel has failed. Rank 0's C code writes to
             # the console: its failure is reported if it is the first.
-            errors = [*_DEVICE_ERROR.finditer(self._written(number)[self._sizes.get(number, 0) :])]
+            errors = [*_DEVICE_ERROR.finditer(self._end_of_output(number))]
             if errors:
                 is_echo, end = False, f"{end}: {visible(errors[-1][0].decode(errors='replace'))}"
         return Failure(number, "", f"Rank {number} {end}; {self._resume_hint}.", "", is_echo=is_echo)
 
-    def _written(self, number: int) -> bytes:
-        """Return a rank's output so far, also of earlier starts; b"" without a folder."""
+    def _output(self, number: int) -> Path:
+        """Return the path of a rank's output. Raises `KeyError` without a folder."""
+        return Path(self.notes[FOLDER]) / "output" / f"rank_{number}.txt"
+
+    def _output_size(self, number: int) -> int:
         with contextlib.suppress(OSError, KeyError):
-            return read(Path(self.notes[FOLDER]) / "output" / f"rank_{number}.txt")
+            return self._output(number).stat().st_size
+        return 0
+
+    def _end_of_output(self, number: int) -> bytes:
+        """Return the end of what a rank has written since this start; b"" without a folder."""
+        with contextlib.suppress(OSError, KeyError):
+            return read_end(self._output(number), self._sizes.get(number, 0), _ERROR_BYTES)
         return b""
 
     def _pass_on(self, number: int) -> None:

@@ -34,6 +34,7 @@ _PYRAMIDNETS = ("20-48", "110-48", "110-270", "110-270-reference")
 BUILTIN = {
     "convnet-small": ("small", "ConvNet"),
     "mlp": ("small", "mlp"),
+    "vgg-small": ("vgg", "Vgg"),
     **{f"pyramidnet-{variant}": ("pyramidnet", "PyramidNet") for variant in _PYRAMIDNETS},
     **{name: ("resnet", name) for name in ("resnet8", "resnet18", "resnet20", "resnet34", "resnet50")},
 }

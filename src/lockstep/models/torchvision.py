@@ -41,7 +41,7 @@ def build(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def options(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return a builder's arguments for images (channels, height, width), besides the classes."""
+    """Return a builder's arguments for images (channels, height, width), other than the classes."""
     _, height, width = shape
     arguments: dict[str, Any] = dict(_PLAIN_LOGITS.get(name, {}))
     if name.startswith("vit_"):

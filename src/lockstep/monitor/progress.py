@@ -21,7 +21,7 @@ class Progress:
     accelerator: an event behind each exchange shows whether the device still waits in it.
     """
 
-    __slots__ = ("count", "event", "failed", "folder", "phase", "step")
+    __slots__ = ("count", "event", "failed", "folder", "phase", "step", "traced")
 
     def __init__(self) -> None:
         self.phase = ""
@@ -36,6 +36,8 @@ class Progress:
         """The run's folder, once there is one."""
         self.failed: Callable[[str], None] | None = None
         """Records, in that folder, the sentence with which the watchdog ends this rank."""
+        self.traced: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
+        """Context of each phase of `during` while a profiler traces this rank."""
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
@@ -54,7 +56,11 @@ class Progress:
         outer = self.phase
         self.enter(phase)
         try:
-            yield
+            if self.traced is None:
+                yield
+            else:
+                with self.traced(phase):
+                    yield
         except GeneratorExit:  # the caller has left a loop before its end
             self.enter(outer)
             raise

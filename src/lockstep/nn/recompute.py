@@ -92,9 +92,9 @@ class _Recomputed:
         # Keyword arguments too by position: torch then raises if one has changed in place before the second run.
         values = (*args, *kwargs.values())
         output = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)  # `_repetition` has them all
-        after, self._is_checked = _buffers(module) if buffers else {}, self._is_checked or module.training
-        kept = (name for name, buffer in buffers.items() if name in after and torch.equal(buffer, after[name]))
-        if changed := sorted(buffers.keys() - set(kept)):
+        current, self._is_checked = _buffers(module) if buffers else {}, self._is_checked or module.training
+        unchanged = (name for name in buffers.keys() & current.keys() if torch.equal(buffers[name], current[name]))
+        if changed := sorted(buffers.keys() - set(unchanged)):
             raise RequestError(
                 f"{OPTION} cannot work on {type(module).__name__}, whose forward changes its buffer {changed[0]}: its "
                 "second run, in the backward pass, would change it again; choose modules without it."

@@ -18,7 +18,7 @@ functions as operators of torch, `lockstep::batch_norm_…`: the compiler neithe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -84,7 +84,7 @@ class SyncBatchNorm:
             moments = statistics(
                 x, norm.running_mean, norm.running_var, batches, _FORWARD_ORDER, norm.momentum, *settings
             )
-        y: Tensor = normalise(x, norm.weight, norm.bias, *moments, _BACKWARD_ORDER, *settings)
+        y: Tensor = normalise(x, norm.weight, norm.bias, moments, _BACKWARD_ORDER, *settings)
         return y
 
 
@@ -120,15 +120,14 @@ def _normalise(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-    counts: Tensor,
+    moments: Sequence[Tensor],
     order: Tensor,
     eps: float,
     stands_in: bool,
     world: str,
 ) -> Tensor:
-    y: Tensor = _kernels(x).normalise(x, mean, scale, weight, bias, eps)
+    """Return the output; `moments` are the results of `_statistics`."""
+    y: Tensor = _kernels(x).normalise(x, *moments[:2], weight, bias, eps)
     return y
 
 
@@ -136,9 +135,7 @@ def _gradients(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-    counts: Tensor,
+    moments: Sequence[Tensor],
     order: Tensor,
     eps: float,
     stands_in: bool,
@@ -152,28 +149,30 @@ def _gradients(
     if SyncBatchNorm.weightless is not False:  # else this rank's NaNs would be in all ranks' gradients
         dy = dy.masked_fill(~dy.isfinite() & SyncBatchNorm.weightless, 0)
     if has_samples:
-        *sums, dw, db = kernels.sums(dy, x, weight, mean, scale, eps)
+        *sums, dw, db = kernels.sums(dy, x, weight, *moments[:2], eps)
     else:  # an empty share: torch's CPU kernel would divide by 0 samples (SIGFPE)
-        *sums, dw, db = (torch.zeros_like(mean) for _ in range(4))
+        *sums, dw, db = (torch.zeros_like(moments[0]) for _ in range(4))
     summed = kernels.summed(_WORLDS[world], *sums) if exchanges else None
     if summed is not None and has_samples:
-        dx = kernels.input_gradient(dy, x, weight, (mean, scale, counts), eps, summed)
+        dx = kernels.input_gradient(dy, x, weight, moments, eps, summed)
     else:
         dx = torch.zeros_like(x) if exchanges else x.new_empty(0)
     return (dx, x.new_empty(0), x.new_empty(0)) if weight is None else (dx, dw, db)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _bias, mean, scale, counts, *ctx.arguments = inputs
-    ctx.save_for_backward(x, weight, mean, scale, counts)
+    x, weight, _bias, moments, *ctx.arguments = inputs
+    ctx.save_for_backward(x, weight, *moments)
 
 
-def _backward(gradients: Callable[..., tuple[Tensor, ...]], ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(gradients: Callable[..., tuple[Tensor, ...]], of_moments: Any, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of the arguments; those of the moments, `of_moments`, are None in the form asked for."""
     if torch.is_grad_enabled():
         raise RuntimeError("synchronised BatchNorm cannot be differentiated twice; use --batchnorm local")
-    needed = ctx.needs_input_grad[:3]
-    found = gradients(dy, *ctx.saved_tensors, *ctx.arguments, needed[0])
-    return *(gradient if is_needed else None for gradient, is_needed in zip(found, needed, strict=True)), *[None] * 7
+    (x, weight, *moments), needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
+    dx_dw_db = gradients(dy, x, weight, moments, *ctx.arguments, needed[0])
+    first = [gradient if is_needed else None for gradient, is_needed in zip(dx_dw_db, needed, strict=True)]
+    return *first, of_moments, *[None] * len(ctx.arguments)
 
 
 class _Normalise(torch.autograd.Function):
@@ -186,8 +185,8 @@ class _Normalise(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(_gradients, ctx, dy)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return _backward(_gradients, None, ctx, dy)
 
 
 def _define(function: Callable[..., Any], like: Callable[..., Any], *changed: str) -> Any:
@@ -204,16 +203,18 @@ def _statistics_like(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
     return mean, torch.empty_like(mean), x.new_empty(_WORLDS[arguments[-1]].group_size, dtype=torch.int32)
 
 
-def _gradients_like(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    parameter = x.new_empty(0) if weight is None else weight if x.is_cuda else mean
-    dx = torch.empty_like(x) if rest[-1] else x.new_empty(0)
+def _gradients_like(
+    dy: Tensor, x: Tensor, weight: Tensor | None, moments: Sequence[Tensor], *arguments: Any
+) -> tuple[Tensor, ...]:
+    parameter = x.new_empty(0) if weight is None else weight if x.is_cuda else moments[0]
+    dx = torch.empty_like(x) if arguments[-1] else x.new_empty(0)
     return dx, torch.empty_like(parameter), torch.empty_like(parameter)
 
 
 _STATISTICS = _define(_statistics, _statistics_like, "running_mean", "running_var", "order")
 _NORMALISE = _define(_normalise, lambda x, *_: torch.empty_like(x))
 _GRADIENTS = _define(_gradients, _gradients_like, "order")
-torch.library.register_autograd(_NORMALISE, partial(_backward, _GRADIENTS), setup_context=_set_up)
+torch.library.register_autograd(_NORMALISE, partial(_backward, _GRADIENTS, [None] * 3), setup_context=_set_up)
 
 
 @contextmanager
@@ -235,7 +236,7 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def convert(model: nn.Module, world: World) -> nn.Module:
     """Make every BatchNorm of `model` synchronous over `world`; return `model`.
 
-    *Collective* on GPUs, where the exchanges have a process group of their own: in the gradients' group they would wait
+    *Collective* on GPUs, where the exchanges have a separate process group: in the gradients' group they would wait
     behind buckets. A world of one rank changes nothing. Layers keep their identity and class; torch's `SyncBatchNorm`
     layers change too. Raises `RequestError` on accelerators other than CUDA, for subclasses, and for layers with a
     process group or a replaced `forward`, whose behaviour would be lost.

@@ -14,7 +14,10 @@ Rank 0 calls `record(event, **fields)`. Fields are plain numbers, strings and li
     checkpoint  step, path; once it is synced to disk
     epoch       step, epoch, epoch_s; `Recorders` adds epoch_loss (the mean over samples), samples, epoch_samples_per_s
     values      step, epoch, and the user's values by name
+    profile     step, first_step, step_s and wait_s (by rank), slowest (a rank), folder, operations (of rank 0: name,
+                self_s, share); times are means of a step
     warning     text
+    upload      text; the end waits for an upload
     proof       checks so far, in the form of summary.json
     finish      the fields of summary.json
     failed      exit, error
@@ -52,6 +55,9 @@ class Recorder:
 
     def record(self, event: str, **fields: Any) -> None:
         """Take one event. Raises OSError for a failed write, which `Recorders` makes a warning."""
+
+    def flush(self, limit_s: float = math.inf) -> None:
+        """Wait for work in the background, for a bounded time, and at most `limit_s`."""
 
     def end(self) -> None:
         """Begin to close, without waiting."""
@@ -119,6 +125,11 @@ class Recorders(Recorder):
                 recorder.record(event, **fields)
             except OSError as error:
                 self._warn(recorder, error, "training goes on, the record may have gaps")
+
+    def flush(self, limit_s: float = math.inf) -> None:
+        """Wait for each recorder's work in the background."""
+        for recorder in self._recorders:
+            recorder.flush(limit_s)
 
     def close(self) -> None:
         """Close each recorder. Open recorders record a warning for a failed one."""

@@ -59,6 +59,13 @@ class Notices(Recorder):
     def _show_warning(self, fields: dict[str, Any]) -> None:
         self._err.say((f"warning: {fields['text']}", "yellow"))
 
+    def _show_profile(self, fields: dict[str, Any]) -> None:
+        for text in profile_lines(fields):
+            self._err.say((text, "bright_black"))
+
+    def _show_upload(self, fields: dict[str, Any]) -> None:
+        self._err.say((fields["text"], "bright_black"))
+
     def _show_finish(self, fields: dict[str, Any]) -> None:
         self._out.say(("; ".join(line(*parts).plain for parts in _ended(fields, self._run)), "bright_black"))
 
@@ -198,6 +205,21 @@ def _ended(fields: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[
         yield ("proved: " + ", ".join(f"{name} ({counted(times, 'check')})" for name, times in counts.items()),)
     if fields["output"]:
         yield "written to ", (fields["output"], "cyan")
+
+
+def profile_lines(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the summary of a trace: operations of rank 0, and the ranks' waits for each other."""
+    step_s, wait_s = fields["step_s"], fields["wait_s"]
+    yield f"profile of steps {fields['first_step']:,} to {fields['step']:,}, ms a step; traces in {fields['folder']}"
+    for item in fields["operations"]:
+        yield f"  {item['self_s'] * 1000:9.3f}  {item['share']:6.1%}  {item['name']}"
+    if len(wait_s) > 1:
+        waits = ", ".join(f"{seconds * 1000:.3f}" for seconds in wait_s)
+        gap_s = max(wait_s) - min(wait_s)
+        yield (
+            f"  waiting in exchanges, by rank: {waits} of {max(step_s) * 1000:.3f}; rank {fields['slowest']} is the "
+            f"slowest, and others wait up to {gap_s * 1000:.3f} for it"
+        )
 
 
 def duration(seconds: float) -> str:

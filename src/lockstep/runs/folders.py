@@ -19,15 +19,17 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..config.options import RUNS as RUNS
 from ..config.schema import RunConfig
+from ..config.validity import is_url
 from ..errors import RequestError, RunError, Stopped
 from ..files import LOCK, REFUSED, check_own, lines_of, read, shown, unlinked
 
-RUNS = Path("runs")
-_WRITTEN = (
+RECORDS = (
     *("config.toml", "manifest.json", "steps.jsonl", "summary.json", "proof.md", "events.out.tfevents.*"),
-    *("checkpoints", "failures", "output", "steps.csv", "evals.csv", "trackers"),
+    *("steps.csv", "evals.csv"),
 )
+WRITTEN = (*RECORDS, "checkpoints", "failures", "output", "profile", "trackers")
 """Names of a run's files. A run writes its manifest at the start."""
 _PATIENCE_S = 120.0  # for the end of an earlier start's rank 0: NFS keeps a lost node's lock for 90 s
 _STEP = b'"event": "step"'  # in steps.jsonl from the first step on
@@ -43,14 +45,14 @@ def claim(config: RunConfig, *, earlier: Path | None = None) -> Iterator[Path]:
     raises `RequestError` before any step, removes the files written, so that the user can repeat the command.
     """
     path = check(config, earlier=earlier)
-    if path is not None and path == earlier and not (path / LOCK).exists():
+    if path is not None and path == earlier and not (path / LOCK).exists() and not config.record.remote:
         # Other nodes than rank 0's have at most written their ranks' output to a folder of that name.
         raise RequestError(
             f"{shown(path)} on {platform.node()} is not the folder in which this run was begun, on another node: its "
             "results would be lost; put --output where all nodes see it."
         )
     is_new = path is None or not os.path.lexists(path)  # also if this user may not read its parent
-    was_free = path is None or is_new or not _list_run_files(path)
+    was_free = path is None or is_new or not list_run_files(path)
     path = (path or fresh(default_name(config))).absolute()
     _make(path)
     try:
@@ -72,7 +74,7 @@ def _withdraw(path: Path, is_new: bool) -> None:
     steps = path / "steps.jsonl"
     with contextlib.suppress(OSError):  # other files stay
         if not (os.path.lexists(steps) and any(_STEP in line for line in lines_of(steps))):
-            for file in _list_run_files(path, LOCK):
+            for file in list_run_files(path, LOCK):
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
         if is_new:
             path.rmdir()  # if empty
@@ -90,7 +92,7 @@ def check(config: RunConfig, *, earlier: Path | None = None) -> Path | None:
         kind = "a file" if path.exists() else f"a link to {path.readlink()}, which is not there"
         raise RequestError(f"--output {path} is {kind}; give a folder.")
     try:
-        for file in _list_run_files(path, LOCK, "slurm-*.out"):
+        for file in list_run_files(path, LOCK, "slurm-*.out"):
             check_own(file)
         if path != earlier:
             check_free(path)
@@ -99,12 +101,12 @@ def check(config: RunConfig, *, earlier: Path | None = None) -> Path | None:
         raise unwritable(path, error) from error
     if path == earlier:
         return path
-    holder = path if resume in ("", "auto") else run_of(Path(resume))
+    holder = path if resume in ("", "auto") or is_url(resume) else run_of(Path(resume))
     if has_run and not resume:
         raise RequestError(
             f"--output {path} holds a run already: continue it with --resume auto, or give another folder."
         )
-    if not resume and _list_run_files(path):  # without a manifest, perhaps a person's copy of a run
+    if not resume and list_run_files(path):  # without a manifest, perhaps a person's copy of a run
         raise RequestError(
             f"--output {path} holds files that a run would overwrite, and is no run's folder; give another folder, or "
             "--resume auto if a run was killed there before it began."
@@ -151,9 +153,9 @@ def check_free(folder: Path) -> None:
         _acquire_lock(folder).release()
 
 
-def _list_run_files(folder: Path, *patterns: str) -> list[Path]:
+def list_run_files(folder: Path, *patterns: str) -> list[Path]:
     """List the folder's entries that a run writes, or that match `patterns`."""
-    return [path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in (*_WRITTEN, *patterns))]
+    return [path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in (*WRITTEN, *patterns))]
 
 
 def check_meant(config: RunConfig, file: Path) -> None:

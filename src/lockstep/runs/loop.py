@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..exchange.base import Call
 from ..files import own_folder, shown, understanding, write_json
 from ..monitor.signals import NOT_SAVED, StopRequest
 from ..world.random_state import load_generators, save_generators, seed_all
+from .callbacks import Callbacks
 from .checks import RunChecks
 from .folders import unwritable
 from .meter import Meter
@@ -32,6 +33,13 @@ from .position import Position
 from .prepared import Prepared
 from .report import describe_start
 from .saving import Saver
+
+if TYPE_CHECKING:
+    from .profiler import Profiler
+
+
+_STOP_S = 30.0
+"""Wait of a stop for an upload: schedulers grant a minute or two."""
 
 
 class Stage(Enum):
@@ -60,8 +68,7 @@ class Loop:
         config, world = run.config, prepared.world
         self.config, self.recorder, self.state, self.folder = config, run.recorder, run.state, config.record.output
         self.prepared, self.position = prepared, Position()
-        self.at_end: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
-        """See `Session.at_end`."""
+        self.callbacks = Callbacks()
         self.summary: dict[str, Any] = {}
         """Summary of a run that has ended."""
         self.meter = Meter(world, run.recorder, prepared.devices, log_every=config.record.log_every)
@@ -78,8 +85,15 @@ class Loop:
         """Exit code in the summary; None if unknown."""
         self.resumed_at = 0  # batches of the current epoch before the resume; 0 after the first batch
         self._world, self._is_measurement, self._on_resume = world, is_measurement, resumed
-        self._saver = None if self.folder is None else Saver(self.folder, run, world)
+        self._saver = None if self.folder is None else Saver(self.folder, run, world, self.callbacks)
         self._saved_at = None if self._saver is None else self._saver.resumed_at
+        self._profiler: Profiler | None = None
+        if config.record.profile:
+            if self.folder is None:
+                raise RequestError("--profile writes its traces to the run's folder, and there is none: give --output.")
+            from .profiler import Profiler  # late: it imports torch.profiler
+
+            self._profiler = Profiler(config.record.profiled_steps, world, self.folder)
         prepared.exchange.asks = lambda: self.stop.asked
         self._stop_handling = contextlib.ExitStack()  # from the loop's beginning to its end
         self._is_stopping = self._is_due = self._has_recorded_checks = self._has_compared = False
@@ -126,6 +140,7 @@ class Loop:
         world.together(self._record_start)
         self.checks = RunChecks(self.prepared, self._remedy, self.position)
         self.stage = Stage.RUNNING
+        self._profile()
         self.start_clock()
 
     def _record_start(self) -> None:
@@ -169,8 +184,10 @@ class Loop:
         self._is_due |= score is not None and self.is_running and score > position.best_top1
         position.judge(score, values)
         self._score = None if score is None else (position.step, score)
+        evaluation = {"step": position.step, "epoch": position.epochs, "on": on, "score": score} | values
         if values:
-            self._evaluation = {"step": position.step, "epoch": position.epochs, "on": on, "score": score} | values
+            self._evaluation = evaluation
+        self.callbacks.call("evaluate", **evaluation)
 
     def begin_pass(self, place: int) -> int | None:
         """Return the first batch of pass `place` over this epoch's data; None for a completed pass.
@@ -219,6 +236,7 @@ class Loop:
         weights, if they step by their own gradients.
         """
         step, every = self.position.step, self.config.checkpoint.checkpoint_every
+        self._profile()
         waits = self.prepared.exchange.drift > 0
         if not waits and self.checks.replicas.due(step):
             self.checks.replicas.check(step, self.meter.step_s)
@@ -237,6 +255,17 @@ class Loop:
             self._is_due = (self._is_stopping or save) and not has_ended and not waits
             if saves:
                 self.save_due()
+
+    def _profile(self) -> None:
+        """Begin, continue or end the trace of `--profile`, if any; record its report (*collective*)."""
+        profiler, step = self._profiler, self.position.step
+        if profiler is None:
+            return
+        if step == profiler.steps[-1]:
+            self._is_stopping = self.record_steps() or self._is_stopping
+        if (report := profiler.advance(step)) is not None:
+            self.start_clock()  # writing the trace is no part of a step
+            self.recorder.record("profile", **report)
 
     def save_due(self) -> None:
         """Save or stop if that is due since the last step (*collective*)."""
@@ -336,7 +365,7 @@ class Loop:
         if self._saved_at != step:
             self.save()
         if self._saver is not None:
-            reason, hint = self._saver.finish(step)
+            reason, hint = self._saver.finish(step, upload_limit_s=_STOP_S)
             ending = f" and saved; {hint}."
             if reason:
                 ending = f", but its checkpoint could not be written; {reason}: {hint}."
@@ -371,6 +400,8 @@ class Loop:
             return
         self.stage = Stage.FINISHED
         self.record_steps()
+        if self._profiler is not None and not self._profiler.is_done:
+            self.warn(f"--profile {self.config.record.profile}: this start has not made all of these steps: no trace")
         position = self.position
         if self._saved_at != position.step:
             if position.scores is not None and position.evaluated == position.step:  # in the resumed folder
@@ -378,9 +409,10 @@ class Loop:
             self.save()
         reason, hint = ("", "") if self._saver is None else self._saver.finish(position.step)
         fields = self._measured()
-        self.summary = (plain("session.at_end", self.at_end(fields) or {}) if self.at_end is not None else {}) | fields
+        self.summary = plain('session.on("end")', self.callbacks.call("end", **fields)) | fields
         self._record_checks()
         self.recorder.record("finish", **self.summary | {"proof": self.checks.outcomes()})
+        self.recorder.flush()  # while Python can start threads, unlike at the end of a script
         if reason:
             raise RunError(f"The weights of the last step, {position.step}, are not on the disk: {reason}; {hint}.")
         self._stop_handling.close()
@@ -408,6 +440,8 @@ class Loop:
     def close(self) -> None:
         """Release the folder, also after an error."""
         with self._stop_handling:
+            if self._profiler is not None:
+                self._profiler.close()
             if self._saver is not None:
                 self._saver.close()
             if self.has_begun:

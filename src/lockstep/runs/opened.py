@@ -15,6 +15,7 @@ from ..checkpoint import find, resume
 from ..checkpoint.state import State
 from ..config.options import IDENTITY, flatten, flatten_common, to_toml
 from ..config.schema import RunConfig
+from ..config.validity import is_url
 from ..errors import RequestError, RunError
 from ..files import write_whole
 from ..launchers.devices import visible_gpus
@@ -28,7 +29,7 @@ from ..record.jsonl import JsonLines, rewind
 from ..record.manifest import Documents
 from ..screen import Screen
 from ..world.world import World
-from . import folders
+from . import folders, remote
 
 _FIRST_CHECKPOINT = "came upon"
 """Note of a run's first start for later ones: the last checkpoint already in the run's folder."""
@@ -68,14 +69,20 @@ def open_run(
         )
     if config.record.track:
         world.together(lambda: trackers.check(config.record.track) if world.is_main else None)
+    must_exist = is_url(config.checkpoint.resume)
+    if must_exist:  # `apply` has made it the run's own
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     requested = config
     config, earlier = _continue_earlier_start(config, world)
-    state = resume.load(config, world, keys=keys)  # raises before a folder is made
+    # Raises before a folder is made. Of a run in a store, a newer checkpoint may be there.
+    state = None if config.record.remote else resume.load(config, world, keys=keys)
     with contextlib.ExitStack() as stack:
         folder = _claim_folder(stack, config, world, earlier)
         stack.enter_context(output.logged_to_file(folder / "output" / f"rank_{world.rank}.txt", shown=world.is_main))
         config = replace(config, record=replace(config.record, output=folder))
         world.progress.folder = folder
+        if config.record.remote:
+            remote.restore(config, world, is_restart=earlier is not None, must_exist=must_exist)
         state = state or resume.load(config, world, keys=keys)  # from the folder that --resume auto has found
         begun_s = time.time()
         recorder: Recorder = Nothing()
@@ -85,7 +92,10 @@ def open_run(
                 shown = Notices(Screen(stderr=console is not None), quiet=True)
             step = state.meta["step"] if state else 0
             portable = _portable_config(requested, folder)
-            recorder = Recorders(partial(_open_recorders, portable, folder, world, keys, step, only, shown))
+            upload: Recorder = Nothing()
+            if config.record.remote:
+                upload = remote.Upload(config, lambda event, **fields: recorder.record(event, **fields))
+            recorder = Recorders(partial(_open_recorders, portable, folder, world, keys, step, only, upload, shown))
         world.progress.failed = lambda error: recorder.record("failed", exit=RunError.exit_code, error=error)
         try:
             yield OpenRun(config, recorder, state, resume_hint)
@@ -108,6 +118,7 @@ def _open_recorders(
     keys: Collection[str],
     step: int,
     only: Collection[str] | None,
+    upload: Recorder,
     shown: Recorder,
 ) -> tuple[list[Recorder], Epoch]:
     """Return rank 0's recorders and the current epoch. Raises `OSError` for an unwritable folder."""
@@ -120,9 +131,9 @@ def _open_recorders(
     lines = JsonLines(folder / "steps.jsonl")
     tensorboard = TensorBoard(folder, config=flatten(config, only), identity=keys, resume_step=step)
     names = [name for name in config.record.track if name != "tensorboard"]
-    tracking = [Tracking(name, folder, flatten(config, only)) for name in names]  # first to close: others take warnings
-    # The last reports failed writes of the others.
-    return [*tracking, lines, tensorboard, Documents(folder, facts), shown], epoch
+    # The last reports failed writes of the others; the first ones close while they record their warnings.
+    tracking = [Tracking(name, folder, flatten(config, only)) for name in names]
+    return [upload, *tracking, lines, tensorboard, Documents(folder, facts), shown], epoch
 
 
 def _continue_earlier_start(config: RunConfig, world: World) -> tuple[RunConfig, Path | None]:
@@ -160,10 +171,11 @@ def _claim_folder(stack: contextlib.ExitStack, config: RunConfig, world: World, 
 def _portable_config(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config that repeats the run in another folder.
 
-    Leaves out the rendezvous and output of this start, and a --resume of the same folder.
+    Leaves out the rendezvous and folders of this start, and a --resume of the same folder.
     """
     parallel = replace(config.parallel, launcher="auto", init_method="", rank=None, world_size=None, interface="")
     resume = config.checkpoint.resume
     is_own = resume == "auto" or (resume and folders.run_of(Path(resume).absolute()) == folder)
     checkpoint = replace(config.checkpoint, resume="" if is_own else resume)
-    return replace(config, parallel=parallel, checkpoint=checkpoint, record=replace(config.record, output=None))
+    record = replace(config.record, output=None, remote="")
+    return replace(config, parallel=parallel, checkpoint=checkpoint, record=record)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..batching import BatchPlan
 from ..checkpoint import find
 from ..checkpoint.packing import names_in, pack, unpack
-from ..checkpoint.shards import is_shard, local, shard_as, whole
+from ..checkpoint.shards import full_tensor, is_shard, local, shard_as
 from ..checkpoint.state import (
     State,
     add_buffers,
@@ -195,7 +195,7 @@ class Prepared:
             )
         for number, optimizer in enumerate(self.optimizers, start=1):
             groups = optimizer.param_groups
-            if foreign := [each for group in groups for each in group["params"] if each not in exchanged]:
+            if foreign := [item for group in groups for item in group["params"] if item not in exchanged]:
                 raise RequestError(
                     f"Optimizer {number} of session.prepare has {len(foreign)} parameters of no prepared model (the "
                     f"first: shape {tuple(foreign[0].shape)}): give prepare the model that it was made from, and make "
@@ -298,7 +298,7 @@ class Prepared:
                 if (gradient := parameter.grad) is not None:
                     tensors[f"gradients/{name}"] = gradient.to_dense() if gradient.is_sparse else gradient
         for name in sorted(name for name, tensor in tensors.items() if is_shard(tensor)):
-            gathered = whole(tensors.pop(name))  # one at a time, to rank 0's host
+            gathered = full_tensor(tensors.pop(name))  # one at a time, to rank 0's host
             if self.world.is_main:
                 tensors[name] = gathered.cpu()
         return State(tensors, meta)
@@ -381,10 +381,10 @@ class Prepared:
     def _check_data(self, state: State) -> None:
         """Raise `RequestError` if sample order or batch statistics would change, or what an exchange owes be lost."""
         current, saved = self._facts(), state.meta
-        if state.part("exchange") and (before := saved["exchange"]) != current["exchange"]:
+        if state.part("exchange") and (exchange := saved["exchange"]) != current["exchange"]:
             raise RequestError(
-                f"{shown(state.origin)} holds the state of --exchange {before}, which this run cannot continue; give "
-                f"--exchange {before} and several ranks, or begin a new run with its weights."
+                f"{shown(state.origin)} holds the state of --exchange {exchange}, which this run cannot continue; give "
+                f"--exchange {exchange} and several ranks, or begin a new run with its weights."
             )
         for label, key in (("samples in the training set", "samples"), ("samples in a global batch", "batch")):
             # A loop that makes its loader within an epoch has none yet.

@@ -53,6 +53,8 @@ def describe_start(loop: Loop) -> dict[str, Any]:
     lines = [counted(world.size, "rank") if source is None else str(source.plan), _list_choices(chosen)]
     if world.shared_memory_reason and world.memory is None:
         lines.append(f"gloo, since {world.shared_memory_reason}")
+    if config.record.remote:
+        lines.append(f"the run works in {shown(loop.folder)}, which is copied to {config.record.remote}")
     if source is None and world.size > 1:
         lines.append(
             "no loader is prepared so far: without one, each rank makes its own batches, which together are the "

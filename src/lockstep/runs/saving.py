@@ -10,7 +10,9 @@ from pathlib import Path
 from ..checkpoint import Checkpoints, peek
 from ..checkpoint.state import State
 from ..files import DEFECTS, shown
+from ..monitor.progress import SETUP
 from ..world.world import World
+from .callbacks import Callbacks
 from .folders import unwritable
 from .opened import OpenRun
 
@@ -18,10 +20,11 @@ from .opened import OpenRun
 class Saver:
     """Background saver of a run's checkpoints. Rank 0 writes; other ranks only join the collectives."""
 
-    def __init__(self, folder: Path, run: OpenRun, world: World) -> None:
+    def __init__(self, folder: Path, run: OpenRun, world: World, callbacks: Callbacks) -> None:
         """Open the folder's checkpoints (*collective*)."""
-        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {shown(folder)}"
-        self._run, self._world = run, world
+        place = run.config.record.remote or shown(folder)
+        self._resume_hint = run.resume_hint or f"continue with the same command and --resume {place}"
+        self._run, self._world, self._callbacks = run, world, callbacks
         self._on_disk: int | None = None
         self._checkpoints = world.together(lambda: self._open(folder / "checkpoints") if world.is_main else None)
         self.resumed_at: int | None = world.gather(self._on_disk)[0]
@@ -37,11 +40,12 @@ class Saver:
         def saved(step: int, path: Path) -> None:
             self._on_disk = step
             recorder.record("checkpoint", step=step, path=str(path))
+            self._callbacks.call("save", step=step, path=str(path))
 
         if state is not None and origin is not None and origin.resolve().parent == folder.resolve():
             self._on_disk = state.meta["step"]
         try:
-            return Checkpoints(folder, warn=warn, saved=saved, origin=origin)
+            return Checkpoints(folder, warn=warn, saved=saved, origin=origin, keep=self._run.config.checkpoint.keep)
         except OSError as error:
             raise unwritable(folder, error) from error
 
@@ -71,10 +75,15 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoints.poll()
 
-    def finish(self, step: int) -> tuple[str, str]:
-        """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk."""
+    def finish(self, step: int, *, upload_limit_s: float = math.inf) -> tuple[str, str]:
+        """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk.
+
+        Waits for an upload, at most `upload_limit_s`.
+        """
         with self._world.progress.during("save"):
             self.close()
+        with self._world.progress.during(SETUP):  # it may last: rank 0 waits for uploads, the others for it
+            self._run.recorder.flush(upload_limit_s)
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
             return "", self._resume_hint

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoint.shards import is_shard, whole
+from ..checkpoint.shards import full_tensor, is_shard
 from ..errors import RequestError
 from ..world.world import World
 
@@ -38,7 +38,7 @@ def _reduce(
 ) -> Any:
     """Reduce a value over the ranks. `neutral(dtype)` replaces a value that does not count."""
     if is_tensor := isinstance(value, Tensor):
-        value = whole(value)
+        value = full_tensor(value)
     if not is_tensor and not isinstance(value, int | float | np.number):
         raise RequestError(f"The collectives of a session take numbers and tensors; found a {type(value).__name__}.")
     tensor = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64, device=world.device)
@@ -53,7 +53,7 @@ def _reduce(
 def gather_values(value: Any, world: World, meet: Meet, *, counts: bool) -> Any:
     """Return all ranks' rows of a tensor (n, …), all items of their lists, or a list of their other values."""
     if isinstance(value, Tensor):
-        value = whole(value) if is_shard(value) else value
+        value = full_tensor(value) if is_shard(value) else value
         local_rows = value if counts else value[:0]
         if world.size == 1:
             return local_rows

@@ -23,9 +23,12 @@ from .session import Session
 def session(
     *,
     output: str | Path | None = None,
+    remote: str = "",
     resume: str = "",
     checkpoint_every: int | None = None,
+    keep: int = 2,
     log_every: int = 50,
+    profile: str = "",
     verify_every: int | None = None,
     ledger: bool = False,
     seed: int = 0,
@@ -57,10 +60,15 @@ def session(
     options. While the session of a process without a launcher is open, lockstep's `sys.excepthook` handles uncaught
     errors: it ends the ranks together and calls the previous hook. Closing the session restores that hook.
 
-    - `output`: the run's folder. Default: none, or runs/NAME under `lockstep run`.
-    - `resume`: "auto" (the last checkpoint in `output`, if any), or the path of a checkpoint or a run.
+    - `output`: the run's folder. Default: none, or runs/NAME under `lockstep run`. A URL, such as s3://bucket/run, is
+      `remote` and a folder in runs.
+    - `remote`: the URL of a folder in a store of fsspec's, to which the run is copied. Default: none.
+    - `resume`: "auto" (the last checkpoint in `output` or `remote`, if any), the path of a checkpoint or a run, or the
+      URL of a run.
     - `checkpoint_every`: optimizer steps between checkpoints. Default: an epoch.
+    - `keep`: how many of the last checkpoints stay, besides the best.
     - `log_every`: optimizer steps between log lines (fewer for slow steps).
+    - `profile`: optimizer steps to trace by torch.profiler, such as "10:15", into `output`'s folder.
     - `verify_every`: optimizer steps between comparisons of all ranks' weights; every checkpoint also follows one. 0
       disables all. Default: as often as costs under 0.5 % of the time.
     - `ledger`: count each sample in every epoch and evaluation; stop unless it came exactly once.
@@ -127,6 +135,8 @@ def session(
             decided |= {"strategy"}
         if not config.checkpoint.resume:
             decided |= {"resume"}  # which several nodes imply
+        if started.config.record.remote:
+            decided |= {"output", "remote"}  # a URL in one flag is both
         overrides = {key: value for key, value in flatten(started.config).items() if key in decided}
         # cuBLAS and NCCL read their settings once: those of the flag precede the group.
         if deterministic and not started.config.precision.deterministic and started.world.device.type != "cpu":

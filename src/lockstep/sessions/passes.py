@@ -165,6 +165,11 @@ class Passes:
                     break
                 if is_first_batch and counts and loop.is_running and (order := getattr(source, "order_digest", "")):
                     self._prepared.exchange.meet(Call.ORDER, number, [f"order {order}"])
+                if is_first_batch and getattr(source, "has_changed", False):
+                    loop.warn(
+                        f"the stream's last sample before batch {first + 1} is not the one that the resumed run read: "
+                        "this run trains on other samples; seed the data set's shuffle, and keep its files"
+                    )
                 is_first_batch = False
                 samples = samples_in(micro.batch, max(1, micro.size)) if may_drop else micro.size
                 handed = Handed(micro.share, number, index, counts, samples if micro.size else 0, may_drop)
@@ -218,27 +223,35 @@ class Passes:
         if len(self.loaders) > 1:
             self._at_step = {key: [*here] for key, here in self._passing.items()}
 
-    def positions(self) -> list[Any]:
-        """Return, for each loader but the first, its number of passes in this epoch and its pass under way, if any.
+    def state(self) -> dict[str, Any]:
+        """Return the loop's place in its loaders, for a checkpoint.
 
-        It is where it was at the last step: a loop may have read a batch for the next one. A loader that is read along
-        with the first one, as in a zip, continues where that does.
+        `loaders` has, for each but the first, its number of passes in this epoch and its pass under way, if any, as it
+        was at the last step: a loop may have read a batch for the next one. A loader that is read along with the first
+        one, as in a zip, continues where that does. `streams` has what `SharedLoader.place` returns.
         """
-        source, positions, passing = self._prepared.source, [], self._passing | self._at_step
+        source, position, passing = self._prepared.source, self._loop.position, self._passing | self._at_step
         batches_read = passing.get(id(source), [0, 0, 0])[2]
-        trained = 0 if source is None else self._loop.position.within * source.plan.accumulation
+        trained = 0 if source is None else position.within * source.plan.accumulation
+        positions, streams = list[Any](), list[Any]()
         for loader in self.loaders:
+            here: list[int] | None = [position.epochs, position.passes, trained]
             if loader is not source:
                 here = passing.get(id(loader))
                 if here is not None and here[2] == batches_read:
                     here = [*here[:2], trained]
                 positions.append([self._places.get(id(loader), -1), here])
-        return positions
+            streams.append([] if here is None else loader.place(here[:2], here[2] // loader.plan.accumulation))
+        return {"loaders": positions, "streams": streams}
 
-    def restore(self, positions: list[Any]) -> None:
-        """Restore what `positions` returned."""
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state` returned."""
+        if state is None:
+            return
+        for loader, place in zip(self.loaders, state.get("streams", []), strict=False):
+            loader.restore(place)
         loaders = [loader for loader in self.loaders if loader is not self._prepared.source]
-        for loader, (place, here) in zip(loaders, positions, strict=False):
+        for loader, (place, here) in zip(loaders, state["loaders"], strict=False):
             self._places[id(loader)] = place
             if here is not None:
                 self._resumed[id(loader)] = here

@@ -188,16 +188,16 @@ class Preparation:
         return method(*args, **kwargs) if self._stepper.is_whole else None
 
 
-def _follows_seed(model: nn.Module, own: Collection[nn.Module]) -> bool:
+def _follows_seed(model: nn.Module, seeded: Collection[nn.Module]) -> bool:
     """Return whether a part of the model is one of these modules, or has the weights of one, as a deep copy does."""
     owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    if not owners or any(module in own for module in owners):
+    if not owners or any(module in seeded for module in owners):
         return True
     part = max(owners, key=lambda module: max(parameter.dim() for parameter in module.parameters(recurse=False)))
-    return any(type(module) is type(part) and _has_weights_of(module, part) for module in own)
+    return any(type(module) is type(part) and _has_weights_of(module, part) for module in seeded)
 
 
 def _has_weights_of(one: nn.Module, other: nn.Module) -> bool:
-    ours, theirs = ([*module.parameters(recurse=False)] for module in (one, other))
-    kinds = [[(part.shape, part.dtype, part.device, is_shard(part)) for part in parts] for parts in (ours, theirs)]
-    return kinds[0] == kinds[1] and all(map(torch.equal, ours, theirs))
+    first, second = ([*module.parameters(recurse=False)] for module in (one, other))
+    kinds = [[(part.shape, part.dtype, part.device, is_shard(part)) for part in parts] for parts in (first, second)]
+    return kinds[0] == kinds[1] and all(map(torch.equal, first, second))

@@ -28,6 +28,7 @@ from ..launchers import start
 from ..monitor import bounded, failures
 from ..monitor.progress import SETUP
 from ..printable import format_message, visible
+from ..user_code import name_of
 from .hooks import NO_HOOKS, Hooks
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class _Function:
     flags: frozenset[str]
 
     def __call__(self, config: RunConfig, world: World) -> Any:
-        return _run_as_rank(self.function.__qualname__, self.function, Started(config, world, self.flags))
+        return _run_as_rank(name_of(self.function), self.function, Started(config, world, self.flags))
 
 
 @overload
@@ -162,7 +163,12 @@ def launch(entry: Callable[..., Any], config: RunConfig | None = None, **options
     """
     if not callable(entry):
         raise RequestError(f"launch takes a function that each rank calls; found {entry!r}.")
-    name = getattr(entry, "__name__", "function")
+    if config is not None and not isinstance(config, RunConfig):
+        raise RequestError(
+            f"launch takes a function without arguments, and options by name, such as devices=2; found {config!r}: "
+            "give functools.partial(function, argument)."
+        )
+    name = name_of(entry).rpartition(".")[2]
     try:
         if config is not None:
             return start.launch(entry, config)

@@ -15,7 +15,7 @@ the ranks while the last micro-batch's backward pass runs. Every rank calls the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..checkpoint.shards import whole
+from ..checkpoint.shards import full_tensor
 from ..config.schema import RunConfig
 from ..errors import RequestError
 from ..exchange import base
@@ -33,6 +33,7 @@ from ..exchange.method import exchange_of
 from ..files import shown, understanding
 from ..nn.recompute import Recomputation
 from ..record.telemetry import SAMPLED
+from ..runs.callbacks import Callback, Event
 from ..runs.loop import Loop, plain
 from ..runs.opened import OpenRun
 from ..runs.prepared import Evaluated, Prepared
@@ -93,7 +94,7 @@ class Session:
             is_certain=lambda: shares.is_certain(has_stepped=self._stepper.has_stepped),
         )
         self._stepper = Stepper(self.loop, stepping=self._begin_step, stepped=self._end_step)
-        self.loop.pending = lambda: self._stepper.pending() | {"loaders": self._passes.positions()}
+        self.loop.pending = lambda: self._stepper.pending() | self._passes.state()
         self._passes = Passes(self.loop, self._stepper, self._draws, shares)
         self._averages: AverageWatch | None = None  # under accumulation
         self._first_step: FirstStep | None = None  # until the end of that step
@@ -210,7 +211,7 @@ class Session:
             with understanding(self.loop.state.origin or Path("the checkpoint")):
                 pending = self.loop.state.meta["pending"]
                 self._stepper.restore(pending)
-                self._passes.restore([] if pending is None else pending["loaders"])
+                self._passes.restore(pending)
         self._first_step = FirstStep(
             self.prepared, is_in_epochs=epochs is not None, is_resumed=self.loop.state is not None
         )
@@ -252,6 +253,7 @@ class Session:
                     "an epoch is over without a step of a prepared optimizer, though session.backward was called; an "
                     "optimizer that is made later is not prepared, and its steps are not counted"
                 )
+            loop.callbacks.call("epoch", step=self.step, epoch=loop.position.epochs)
             passes.end_epoch()
         if stepper.has_gradients and not has_stepped:
             raise RequestError(
@@ -283,6 +285,7 @@ class Session:
                 loop.warn(caution)
         if warning := self._draws.end_step(loop.position.step):
             loop.warn(warning)
+        loop.callbacks.call("step", step=loop.position.step, epoch=loop.position.epochs)
         loop.end_step(saves=saves)
         self._hooks.ended_step(self)
 
@@ -380,7 +383,7 @@ class Session:
         `outputs` are logits (n, classes) and labels (n,), recorded for an interval's last step. Call it before
         `optimizer.step()`. The host does not wait for the device.
         """
-        self._stepper.norm = None if grad_norm is None else whole(grad_norm)
+        self._stepper.norm = None if grad_norm is None else full_tensor(grad_norm)
         self.loop.meter.pending.last = outputs if self._counts else None
 
     def evaluating(self, loader: DataLoader[Any] | parts.Loader | Evaluated) -> Iterator[Any]:
@@ -487,14 +490,20 @@ class Session:
         self.prepared.synchronise()  # the weights that are scored are those that are saved
         self.loop.judge(value, on, numbers)
 
-    def at_end(self, function: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        """Call `function(summary)` after the last checkpoint (*collective*); add the fields it returns to the summary.
+    def on(self, event: Event, function: Callback) -> None:
+        """Call `function(fields)` at each `event` of the run, `fields` being a dict; several functions in their order.
 
-        For what a run does once, such as scoring its best weights on a test set. Raises `RequestError` after the loop.
+        - `"step"`: after an optimizer step, before it may be saved: `step` (from 1) and `epoch` (from 0).
+        - `"epoch"`: after an epoch's last code in the loop, before it is saved: `step` and `epoch`.
+        - `"evaluate"`: after `session.score`: `step`, `epoch`, `on`, `score` and the values given to it.
+        - `"save"`: once a checkpoint is on the disk: `step` and `path`. On rank 0 alone: call nothing *collective*.
+        - `"end"`: after the last checkpoint: the fields of the summary, which has those that `function` returns too.
+
+        All but `"save"` are called on every rank. Raises `RequestError` for another event, and after the loop.
         """
         if self.loop.is_finished:
-            raise RequestError("session.at_end was called after the last epoch; call it before the loop.")
-        self.loop.at_end = function
+            raise RequestError("session.on was called after the last epoch; call it before the loop.")
+        self.loop.callbacks.add(event, function)
 
     def load_best(self) -> int | None:
         """Load the weights of the best checkpoint; return its step (*collective*).

@@ -136,10 +136,10 @@ def _limited(world: World, free_bytes: int) -> Iterator[None]:
         raise RequestError("--micro-batch auto needs a GPU or Linux; give a number.")
     import resource  # absent on Windows
 
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used_bytes + free_bytes // world.topology.local_size
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if before == resource.RLIM_INFINITY else min(limit, before), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -22,6 +22,7 @@ from ..checkpoint.state import matching, set_buffer
 from ..config.schema import OptimConfig, RunConfig
 from ..errors import RequestError
 from .layerwise import Lamb, Lars
+from .muon import Muon
 
 _SCALE = "lr_scale"  # a parameter group's factor on the learning rate, stored in the group
 Schedule = Callable[[int], float]
@@ -53,10 +54,10 @@ class Average:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the model's weights after optimizer step `step`, counted from 1."""
-        points, rest = divmod(step - self._start, self._every)  # a function of the step: nothing else is to be saved
+        points, remainder = divmod(step - self._start, self._every)  # a function of the step: no state to save
         if step <= self._start:
             _torch.foreach_copy_(*self._weights)
-        elif not rest:
+        elif not remainder:
             self._average(*self._weights, points)
         # By name: a forward pass may replace a buffer, in another shape, or register one.
         averaged, buffers = (dict(model.named_buffers()) for model in (self.module, self._model))
@@ -71,8 +72,8 @@ class Average:
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """Return the configured optimizers over the trainable parameters of `model`.
 
-    torch's Muon takes matrices only: AdamW trains the other parameters, and --lr is the rate of both. Raises
-    `RequestError` for a model without trainable parameters, or, with Muon, without matrices.
+    Muon takes matrices and filters of convolutions: AdamW trains the other parameters, and --lr is the rate of both.
+    Raises `RequestError` for a model without trainable parameters, or, with Muon, without matrices.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -90,13 +91,20 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     if config.name == "muon":
-        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-        adamw_parameters = [parameter for parameter in parameters if parameter.ndim != 2]
+        filters = {
+            module.weight
+            for module in model.modules()
+            if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1
+        }
+
+        def is_matrix(parameter: nn.Parameter) -> bool:
+            return not parameter.is_complex() and (parameter.ndim == 2 or parameter in filters)
+
+        matrices = [parameter for parameter in parameters if is_matrix(parameter)]
+        adamw_parameters = [parameter for parameter in parameters if not is_matrix(parameter)]
         if not matrices:
             raise RequestError("--optimizer muon needs matrices, and this model has none; use adamw or sgd.")
-        optimizers.append(
-            torch.optim.Muon(group_by_factor(matrices), **common, **momentum, adjust_lr_fn="match_rms_adamw")
-        )
+        optimizers.append(Muon(group_by_factor(matrices), **common, **momentum))
     # Fused kernels update all tensors in one call; on a CPU this saves a third of a small model's step.
     if config.name == "sgd":
         sgd = torch.optim.SGD(group_by_factor(parameters), **common, **momentum, fused=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import user_code
 from .._torch import as_default_group
 from ..batching import BatchPlan
-from ..checkpoint.shards import local, whole
+from ..checkpoint.shards import full_tensor, local
 from ..checks import difference
 from ..checks.digest import digest
 from ..config.options import override
@@ -223,7 +223,7 @@ class Workbench:
                         # As DistributedDataParallel does: the mean of the ranks' means.
                         job.exchange.divide(part, torch.tensor(float(job.world.size)))
         weights = job.model.named_parameters(remove_duplicate=False)
-        gradients = {name: whole(weight.grad).clone() for name, weight in weights if weight.grad is not None}
+        gradients = {name: full_tensor(weight.grad).clone() for name, weight in weights if weight.grad is not None}
         job.model.zero_grad()
         return gradients
 

@@ -22,21 +22,9 @@ class Topology:
     port: int = 0
 
     @classmethod
-    def of_node(
-        cls, local_size: int, *, first: int = 0, size: int = 0, node: int = 0, nodes: int = 1
-    ) -> list[Topology]:
-        """Return the places of a node's `local_size` ranks, from rank `first` on."""
-        return [
-            cls(
-                rank=first + local_rank,
-                size=size or local_size,
-                local_rank=local_rank,
-                local_size=local_size,
-                node=node,
-                nodes=nodes,
-            )
-            for local_rank in range(local_size)
-        ]
+    def of_host(cls, size: int) -> list[Topology]:
+        """Return the places of `size` ranks on one host."""
+        return [cls(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
 
     @property
     def is_main(self) -> bool:

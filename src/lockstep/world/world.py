@@ -157,7 +157,7 @@ class World:
         return tensor
 
     def beside(self) -> World:
-        """Return this world with a process group of its own on GPUs, whose order is its own (*collective*)."""
+        """Return this world, on GPUs with another process group, so that its order is independent (*collective*)."""
         if self.group is None or self.device.type == "cpu":
             return self
         return dataclasses.replace(self, group=new_group())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 HELP = ("-h", "--help")
 _TEXTS = {path.stem: path for path in Path(__file__).parent.glob("*.txt")}
-_ALIASES = {"submit-slurm": "submit"}
+_ALIASES = {"submit-slurm": "submit", "submit-kubernetes": "submit"}
 
 
 def requested(verb: str, words: list[str]) -> str | None:

@@ -40,7 +40,7 @@ def listed(defaults: RunConfig | None, only: Collection[str] | None, bold: tuple
 
 
 def _lines(leaf: Leaf, value: Any, description: str) -> list[str]:
-    """Return the lines of one flag; a long flag has a line of its own."""
+    """Return the lines of one flag; a long flag has a separate line."""
     if leaf.kind is bool:
         flag, default = (f"--{leaf.key}, --no-{leaf.key}", "on") if value else (f"--{leaf.key}", "")
     else:
