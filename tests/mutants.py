@@ -781,8 +781,8 @@ an error of the next batch drops one: data/transfer.py
 + while len(made) > 1:
 = unit/test_trust.py::test_code_that_a_file_names_is_not_imported[eval run]
 code is imported where a run names it: cli/flags.py
-- if imports:
-+ if False:
+- flatten(base, imports)
++ flatten(base, ())
 = real/test_current_folder.py::test_no_module_of_the_current_folder_is_taken_for_one_of_ours[spawn]
 a rank takes modules of the current folder for its own: launchers/process.py
 - safe_path = os.environ.setdefault(_SAFE_PATH, _MARK)

@@ -43,10 +43,10 @@ class Warnings(Recorder):
             self.texts.append(fields["text"])
 
 
-def _tracked(folder: Path, name: str, points: int, *, closes: bool = True) -> tuple[list[str], float]:
+def _tracked(folder: Path, name: str, points: int) -> tuple[list[str], float]:
     """Record a run of `points` intervals with a tracker; return its warnings, and the seconds that recording took."""
     warnings = Warnings()
-    recorders = Recorders(lambda: ([Tracking(OWN + name, folder, {"lr": 0.1, "clip": None}), warnings], Epoch()))
+    recorders = Recorders(lambda: ([Tracking(name, folder, {"lr": 0.1, "clip": None}), warnings], Epoch()))
     recorders.record("start", chosen={"strategy": "ddp"})
     begun_s = time.perf_counter()
     for step in range(1, points + 1):
@@ -54,16 +54,15 @@ def _tracked(folder: Path, name: str, points: int, *, closes: bool = True) -> tu
     recorders.record("eval", step=points, epoch=0, score=0.5, on="test set")
     recorders.record("values", step=points, epoch=0, margin=0.25)
     seconds = time.perf_counter() - begun_s
-    if closes:
-        recorders.record("finish", exit=0)
-        recorders.close()
+    recorders.record("finish", exit=0)
+    recorders.close()
     return warnings.texts, seconds
 
 
 def test_a_tracker_gets_config_numbers_and_end_and_a_later_start_goes_on_in_its_record(tmp_path: Path) -> None:
     (tmp_path / "proof.md").write_text("# Proofs")
     hook = sys.excepthook
-    assert _tracked(tmp_path, "Plain", 2)[0] == []
+    assert _tracked(tmp_path, OWN + "Plain", 2)[0] == []
     assert sys.excepthook is hook
     start, *values, finish = got(tmp_path)
     assert start == ["start", tmp_path.name, {"lr": 0.1, "strategy": "ddp"}, ""]
@@ -76,12 +75,20 @@ def test_a_tracker_gets_config_numbers_and_end_and_a_later_start_goes_on_in_its_
     ]
     assert finish == ["finish", 0, {"proof.md": "# Proofs"}]
     first_id = json.loads((tmp_path / "trackers" / f"{OWN}Plain.json").read_text())["id"]
-    _tracked(tmp_path, "Plain", 1)
+    _tracked(tmp_path, OWN + "Plain", 1)
     assert got(tmp_path)[6][3] == first_id
 
 
+def test_a_tracker_beside_the_script_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "beside.py").write_text("from tests.own_trackers import Plain")
+    monkeypatch.syspath_prepend(tmp_path / "script")
+    assert _tracked(tmp_path, "beside:Plain", 1)[0] == []
+    assert got(tmp_path)[-1] == ["finish", 0, {}]
+
+
 def test_a_tracker_that_is_down_is_told_once_and_its_losses_at_the_end(tmp_path: Path) -> None:
-    texts, _ = _tracked(tmp_path, "Down", 20)
+    texts, _ = _tracked(tmp_path, OWN + "Down", 20)
     *early, late = texts
     reason = "ConnectionError: no answer from https://tracker.example/api"
     if early:  # before the end, the process may not have started
@@ -104,7 +111,7 @@ def test_a_slow_tracker_fills_its_queue_and_the_run_does_not_wait(
     monkeypatch.setattr(tracking, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(tracking, "_STARTING_S", 0.5)
     begun_s = time.perf_counter()
-    (full, lost), seconds = _tracked(tmp_path, name, 500)
+    (full, lost), seconds = _tracked(tmp_path, OWN + name, 500)
     assert "it is slower than the run" in full
     assert "points are lost: it is slower than the run" in lost
     assert seconds < 0.5
@@ -113,7 +120,7 @@ def test_a_slow_tracker_fills_its_queue_and_the_run_does_not_wait(
 
 
 def test_a_tracker_that_asks_gets_no_answer_and_one_whose_process_ends_is_told(tmp_path: Path) -> None:
-    *_, late = _tracked(tmp_path, "Silent", 1)[0]
+    *_, late = _tracked(tmp_path, OWN + "Silent", 1)[0]
     assert "3 of 3 points are lost: EOFError" in late
 
 

@@ -56,7 +56,7 @@ class Tracking(Recorder):
         with open(folder / FOLDER / f"{name}.txt", "ab", opener=unlinked) as output:
             self._process = subprocess.Popen(
                 # -P: modules of the current folder must not shadow ours
-                [sys.executable, "-P", "-m", __name__, name, str(folder)],
+                [sys.executable, "-P", "-m", __name__, name, str(folder), *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -159,4 +159,5 @@ def main(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path += sys.argv[3:]  # after the libraries: where a script lies that has a tracker beside it
     main(sys.argv[1], Path(sys.argv[2]))
