@@ -42,11 +42,11 @@ format: $(READY)
 bench: $(READY)  ## the tables in benchmarks/results
 	$(BIN)/python -m benchmarks
 
-trackers: $(READY)  ## the trackers' libraries, over .venv: Trackio needs an older pillow, SwanLab an older protobuf
+trackers: $(READY)  ## the trackers' libraries, over .venv: older pillow (Trackio), protobuf (SwanLab), pyarrow (MLflow)
 	$(BIN)/python -m venv .venv-trackers
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 	  >"$$(echo .venv-trackers/lib/python3*/site-packages)/over.pth"
-	grep -vE '^(pillow|protobuf)==' constraints.txt >.venv-trackers/constraints.txt
+	grep -vE '^(pillow|protobuf|pyarrow)==' constraints.txt >.venv-trackers/constraints.txt
 	.venv-trackers/bin/python -m pip install --quiet wandb mlflow trackio swanlab \
 	  --constraint .venv-trackers/constraints.txt
 

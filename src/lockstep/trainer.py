@@ -99,7 +99,9 @@ def train(
                 if not (config.precision.compile and _torch.is_of_compiler(error)):
                     raise
                 cause = str(error).partition("\n")[0]
-                raise RequestError(f"--compile: torch cannot compile the model: {cause}; leave it out.") from error
+                raise RequestError(
+                    f"--compile: torch cannot compile the model: {cause}; leave --compile out."
+                ) from error
         world.progress.enter("")  # not after an error, whose report names the phase
         return task.result
     finally:

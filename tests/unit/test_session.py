@@ -914,6 +914,8 @@ def test_functions_are_called_at_a_runs_events(tmp_path: Path) -> None:
     with resumed:
         assert [*resumed.epochs(2)] == []
     assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(RequestError, match="takes a function of one argument"):
+        loop()[0].on("step", lambda: None)  # type: ignore[arg-type, misc]
     with pytest.raises(RequestError, match=r"'saved'.*did you mean save"):
         loop()[0].on("saved", print)  # type: ignore[arg-type]
 

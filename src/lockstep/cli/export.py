@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config.schema import ParallelConfig, PrecisionConfig
+from ..config.validity import is_url
 from ..errors import RequestError, choose
 from ..files import shown, write_whole
 from ..launchers import start
@@ -30,7 +31,13 @@ def main(words: list[str]) -> int:
     if not words or words[0].startswith("-"):
         raise RequestError(f"No run given; example: {_PROG} runs/digits-resnet8 --to onnx.")
     options, flag_words = flags.take(words[1:], {"--to": str, "--output": str, "--push": str}, prog=_PROG)
-    form = choose("format of --to", options.get("--to", ""), _FORMATS)
+    if "--to" not in options:
+        raise RequestError(f"No --to given: add one of {', '.join(_FORMATS)}, such as --to onnx.")
+    form = choose("format of --to", options["--to"], _FORMATS)
+    if is_url(words[0]):
+        from ..runs.remote import fetched  # late: it imports torch
+
+        words[0] = str(fetched(words[0]))
     extra, *packages = _PACKAGES.get(form, ("",))
     if missing := [name for name in packages if find_spec(name) is None]:
         raise RequestError(f"--to {form} needs {', '.join(missing)}: pip install 'lockstep-torch[{extra}]'.")

@@ -69,8 +69,8 @@ def _export(form: str, job: Job, model: nn.Module, x: Tensor) -> Exported:
         cause = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         advice = "" if form == "safetensors" else "; --to safetensors takes any model"
         raise RequestError(
-            f"--to {form}: the model has no such form for batches of all sizes, for example where shapes or branches "
-            f"depend on values: {cause}{advice}."
+            f"--to {form}: this model cannot be exported so, as where shapes or branches depend on values, or an "
+            f"operation is missing for its numbers: {cause}{advice}."
         ) from error
     finally:
         logging.disable(disabled)

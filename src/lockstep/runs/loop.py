@@ -502,9 +502,9 @@ class Loop:
 
 def plain(function: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with numbers for 0-dim tensors. Raises `RequestError` for values that JSON cannot hold."""
-    numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
     try:
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         json.dumps(numbers)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise RequestError(f"{function} takes numbers, texts, lists and dicts: {error}.") from error
     return numbers
