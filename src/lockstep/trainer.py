@@ -96,7 +96,7 @@ def train(
             try:
                 learn(task, session, config)
             except Exception as error:
-                if not _torch.is_of_compiler(error):
+                if not (config.precision.compile and _torch.is_of_compiler(error)):
                     raise
                 cause = str(error).partition("\n")[0]
                 raise RequestError(f"--compile: torch cannot compile the model: {cause}; leave it out.") from error

@@ -49,6 +49,20 @@ class Deep(Dropping):
         return y if random.random() < 0.5 else 2 * y
 
 
+class Replacing(Dropping):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        z: Tensor = y - self.average
+        return z
+
+
 class Warming(Dropping):
     calls = 0
 
@@ -77,6 +91,7 @@ def _both(world: World, values: dict[str, Any]) -> tuple[Any, Any, int]:
     [
         (1, PLAIN | {"accumulate": 3, "clip": 0.2, "ema": 0.9}),
         (1, NET | {"precision": "bf16"}),
+        (1, NET | {"model": "resnet8", "freeze": ("stem.*",)}),  # whose BatchNorm keeps its statistics
         (2, NET | {"batch": 19, "accumulate": 2}),  # shares of 5 and 4, or of 5; the last batch has 4 samples
         (2, PLAIN | {"model": f"{__name__}:Dropping", "strategy": "zero1"}),
         (2, PLAIN | {"exchange": "local-sgd", "exchange_every": 3, "accumulate": 2}),
@@ -93,8 +108,9 @@ def test_graphs_have_the_bits_of_the_eager_model(pool: RankPool, ranks: int, val
     [
         ("Waiting", r"test_graphs.py:\d+ \(aten._local_scalar_dense"),
         ("Masking", r"test_graphs.py:\d+ \(aten.index.Tensor"),
-        ("Deep", "draws by Python's or NumPy's generator"),
+        ("Deep", "draws on the host"),
         ("Warming", "changes numbers of its modules"),
+        ("Replacing", "replaces their buffers"),
     ],
 )
 def test_what_a_graph_cannot_repeat_is_refused(model: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

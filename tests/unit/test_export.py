@@ -91,7 +91,7 @@ def test_a_program_that_differs_from_the_model_is_not_written(
 ) -> None:
     code = ("--model", "tests.models:Drifting")
     run = _train(tmp_path / "run", *code)
-    assert "that is no rounding" in refusal(capsys, "export", run, "--to", "safetensors", *code, code=3)
+    assert "that is more than rounding" in refusal(capsys, "export", run, "--to", "safetensors", *code, code=3)
     assert not (run / "model.safetensors").exists()
 
 

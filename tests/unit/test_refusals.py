@@ -82,7 +82,7 @@ TRAIN = """
 --exchange-every 9                     | --exchange-every belongs to --exchange local-sgd or diloco
 --powersgd-rank 2                      | --powersgd-rank and --powersgd-start belong to --exchange powersgd
 --exchange powersgd --strategy fsdp    | --exchange powersgd | --strategy fsdp | take ddp or zero1
---cuda-graphs on                       | --cuda-graphs needs a GPU | cpu | leave it out
+--cuda-graphs on                       | --cuda-graphs needs CUDA | cpu | leave it out
 --cuda-graphs on --strategy dp         | --cuda-graphs on cannot work with --strategy dp | leave one of them out
 --cuda-graphs on --draws global        | --draws global
 --cuda-graphs on --micro-batch auto    | --micro-batch auto

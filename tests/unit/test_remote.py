@@ -111,6 +111,8 @@ def test_a_store_is_one_runs(
     assert _train("--max-steps", 4, "--output", "mine") == 0
     told = refusal(capsys, *words, "--output", "mine", "--remote", URL, "--resume", "auto")
     assert f"{URL} holds another run than mine" in told
+    assert _train("--max-steps", 4, "--output", LOCAL) == 0
+    assert f"{URL} holds another run than {LOCAL}" in refusal(capsys, "eval", URL)
     missing = "memory://store/missing"
     assert f"--resume {missing}: there is no complete checkpoint" in refusal(capsys, *words, "--resume", missing)
     assert not any("missing" in name for name in MemoryFileSystem.store)

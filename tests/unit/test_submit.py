@@ -48,6 +48,12 @@ def test_a_run_without_a_name_gets_the_next_default_folder(capsys: Capture, tmp_
     assert f"folder={tmp_path}/runs/digits-resnet8\n" in _script(capsys, "digits", "--resume", "auto")
 
 
+def test_a_job_is_copied_to_its_store(capsys: Capture, tmp_path: Path) -> None:
+    script = _script(capsys, "digits", "--output", "s3://bucket/run")
+    assert f"folder={tmp_path}/runs/s3.bucket.run\n" in script
+    assert " train digits --remote s3://bucket/run \\\n" in script
+
+
 @pytest.mark.parametrize(
     ("words", "tasks", "more"),
     [

@@ -86,8 +86,8 @@ class Checkpoints:
                 "training goes on, and older checkpoints are untouched."
             )
         else:
-            self._saved(self._step, writing.result())
             self._own = [*self._own, writing.result()][-self._keep :]
+            self._saved(self._step, writing.result())
 
 
 def _snapshot(tensors: dict[str, Tensor]) -> Groups:

@@ -167,7 +167,7 @@ def _record_graphs(
 ) -> Graphs:
     """Return the model by CUDA graphs (*collective*). Raises `RequestError` where there can be none."""
     if not cuda.has_graphs(world.device):
-        raise RequestError(f"--cuda-graphs needs a GPU with CUDA or ROCm, and here is {world.device}; leave it out.")
+        raise RequestError(f"--cuda-graphs needs CUDA or ROCm, and this rank has {world.device.type}; leave it out.")
     if other := rules_out_graphs(config):
         raise RequestError(f"{other} rules out --cuda-graphs.")
     graphs = Graphs(model, precision.half, world.device)

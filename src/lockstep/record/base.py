@@ -56,8 +56,8 @@ class Recorder:
     def record(self, event: str, **fields: Any) -> None:
         """Take one event. Raises OSError for a failed write, which `Recorders` makes a warning."""
 
-    def flush(self) -> None:
-        """Wait for work in the background, for a bounded time."""
+    def flush(self, limit_s: float = math.inf) -> None:
+        """Wait for work in the background, for a bounded time, and at most `limit_s`."""
 
     def end(self) -> None:
         """Begin to close, without waiting."""
@@ -126,10 +126,10 @@ class Recorders(Recorder):
             except OSError as error:
                 self._warn(recorder, error, "training goes on, the record may have gaps")
 
-    def flush(self) -> None:
+    def flush(self, limit_s: float = math.inf) -> None:
         """Wait for each recorder's work in the background."""
         for recorder in self._recorders:
-            recorder.flush()
+            recorder.flush(limit_s)
 
     def close(self) -> None:
         """Close each recorder. Open recorders record a warning for a failed one."""

@@ -10,7 +10,7 @@ import tomli_w
 from ..errors import RequestError
 from ..files import parse_json, read, shown, understanding, write_whole
 
-_LOCAL = ("data-dir", "init-from", "init-method", "interface", "gpus", "resume", "output", "remote", "track")
+_LOCAL = ("data-dir", "init-from", "init-method", "interface", "gpus", "resume", "output", "remote")
 """Options that name this machine's files and network."""
 
 

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from .profiler import Profiler
 
 
+_STOP_S = 30.0
+"""Wait of a stop for an upload: schedulers grant a minute or two."""
+
+
 class Stage(Enum):
     """Stage of a run."""
 
@@ -361,7 +365,7 @@ class Loop:
         if self._saved_at != step:
             self.save()
         if self._saver is not None:
-            reason, hint = self._saver.finish(step)
+            reason, hint = self._saver.finish(step, upload_limit_s=_STOP_S)
             ending = f" and saved; {hint}."
             if reason:
                 ending = f", but its checkpoint could not be written; {reason}: {hint}."

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import platform
 import shutil
@@ -142,9 +143,9 @@ def restore(config: RunConfig, world: World, *, is_restart: bool, must_exist: bo
             with _reaching(store.url):
                 store.download(folder, name, is_whole=world.is_main)
 
-    newest, there = world.from_main(claim)
-    has_newest = newest == there or (folder / "checkpoints" / newest).exists()
-    name = newest if all(world.gather(has_newest)) else there
+    newest, stored = world.from_main(claim)
+    has_newest = newest == stored or (folder / "checkpoints" / newest).exists()
+    name = newest if all(world.gather(has_newest)) else stored
     for is_turn in (world.is_main, world.topology.local_rank == 0):  # other hosts may share rank 0's disk
         world.together(functools.partial(download, is_turn and bool(name)))
 
@@ -167,22 +168,27 @@ def _claim(store: Store, folder: Path, *, is_own: bool, must_exist: bool) -> tup
         raise RequestError(f"--resume {store.url}: there is no complete checkpoint; check the URL.")
     if not is_own and any(fnmatch(name, pattern) for name in store.names() for pattern in folders.WRITTEN):
         raise RequestError(f"{store.url} holds a run already: continue it with --resume auto, or give another URL.")
-    local = b""
-    with contextlib.suppress(FileNotFoundError), open(folder / "steps.jsonl", "rb", opener=unlinked) as file:
-        local = file.read(_HEAD_BYTES).partition(b"\n")[0]
-    there = store.head("steps.jsonl").partition(b"\n")[0]  # the run's first start, with its time
-    if local and there and local != there:
-        raise RequestError(f"{store.url} holds another run than {shown(folder)}; give another URL, or --output.")
+    _check_same_run(store, folder)
     with contextlib.suppress(FileExistsError, NotImplementedError):
         store.files.mkdir("", create_parents=False)  # and no bucket
     store.files.pipe_file(LOCK, f"process {os.getpid()} on {platform.node()}\n".encode())  # fails without permission
     return (newest, last) if is_own else ("", "")
 
 
+def _check_same_run(store: Store, folder: Path) -> None:
+    """Raise `RequestError` if the local folder has another run than the store, or another checkpoint of a step."""
+    local = b""
+    with contextlib.suppress(FileNotFoundError), open(folder / "steps.jsonl", "rb", opener=unlinked) as file:
+        local = file.read(_HEAD_BYTES).partition(b"\n")[0]
+    stored = store.head("steps.jsonl").partition(b"\n")[0]  # the run's first start, with its time
+    if local and stored and local != stored:
+        raise RequestError(f"{store.url} holds another run than {shown(folder)}; give another URL, or --output.")
+
+
 def fetched(url: str) -> Path:
     """Download a run, or the one of a checkpoint's URL, to its local folder; return the local path.
 
-    Raises `RequestError` for a run without a complete checkpoint.
+    Raises `RequestError` for a run without a complete checkpoint, and for a local folder of another run.
     """
     address, slash, checkpoint = url.rstrip("/").partition("/checkpoints/")
     store, folder = Store(address), local_folder(address)
@@ -190,6 +196,7 @@ def fetched(url: str) -> Path:
         name = bounded.within(_ANSWER_S, lambda: store.target("last"), "store")
         if not name:
             raise RequestError(f"There is no complete checkpoint at {url}; check the URL.")
+        _check_same_run(store, folder)
         if _number(name) > _number(_newest(folder)):
             store.download(folder, name, is_whole=True)
     return folder / f"checkpoints/{checkpoint}" if slash else folder
@@ -207,7 +214,7 @@ class Upload(Recorder):
         self._record = record
         self._wake, self._done = threading.Event(), threading.Event()  # of the latest `flush`
         self._is_over = self._is_late = False
-        self._failure = self._told = ""
+        self._failure = self._reported = ""
         self._complete: set[str] = set()  # checkpoints in the store
         self._targets: dict[str, str] = {}  # of `best` and `last` there
         self._sent: dict[Path, tuple[int, int]] = {}  # size and time of each record in the store
@@ -220,32 +227,32 @@ class Upload(Recorder):
         elif event == "checkpoint":
             self._wake.set()
         if event not in ("warning", "upload"):
-            self._tell()
+            self._report_failure()
 
-    def flush(self) -> None:
-        """Wait until the store has all files so far, or for half of --stall-timeout."""
+    def flush(self, limit_s: float = math.inf) -> None:
+        """Wait until the store has all files so far, or for half of --stall-timeout or `limit_s`."""
         if not self._thread.is_alive() or self._is_late:
             return
         done = self._done = threading.Event()
         self._wake.set()
         if not done.wait(_SILENT_S):
-            self._record("upload", text=f"waiting for the upload to {self._store.url}, {self._limit_s:g} s at most")
-            self._is_late = not done.wait(self._limit_s)
-        if self._is_late:
-            self._failure = f"it takes longer than {self._limit_s:g} s"
-        self._tell()
+            limit_s = min(limit_s, self._limit_s)
+            self._record("upload", text=f"waiting for the upload to {self._store.url}, {limit_s:g} s at most")
+            self._is_late = not done.wait(limit_s)
+            if self._is_late:
+                self._failure = f"it takes longer than {limit_s:g} s"
+        self._report_failure()
 
     def close(self) -> None:
-        """Wait as `flush` does, and end the thread."""
-        self.flush()
+        """End the thread, without waiting: the run may have failed, and its other ranks wait for the news."""
         self._is_over = True
         self._wake.set()
 
-    def _tell(self) -> None:
-        told, self._told = self._told, self._failure
-        if self._told and not told:
+    def _report_failure(self) -> None:
+        before, self._reported = self._reported, self._failure
+        if self._reported and not before:
             folder = shown(self._folder)
-            text = f"The upload to {self._store.url} failed ({self._told}): {folder} has all files, and the next "
+            text = f"The upload to {self._store.url} failed ({self._reported}): {folder} has all files, and the next "
             self._record("warning", text=f"{text}upload sends them.")
 
     def _run(self) -> None:
@@ -292,11 +299,10 @@ class Upload(Recorder):
         try:
             for path in folder.iterdir():  # hard links stay when the run deletes the checkpoint
                 (part / path.name).hardlink_to(path)
-            there = store.head(f"{place}/{SUMS}")
-            if there != (part / SUMS).read_bytes():
-                for link in LINKS if there else ():  # another checkpoint of that step, of an abandoned branch
-                    if store.target(link) == folder.name:
-                        store.files.rm(f"checkpoints/{link}")
+            stored = store.head(f"{place}/{SUMS}")
+            if stored != (part / SUMS).read_bytes():
+                if stored:  # another checkpoint of that step, of an abandoned branch
+                    self._withdraw(folder.name)
                 for path in sorted(part.iterdir(), key=lambda path: path.name == SUMS):
                     self._put(path, f"{place}/{path.name}")
         except FileNotFoundError:
@@ -306,6 +312,20 @@ class Upload(Recorder):
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return True
+
+    def _withdraw(self, name: str) -> None:
+        """Mark a checkpoint in the store as incomplete; `best` and `last` then stand for the newest complete one."""
+        files, place = self._store.files, f"checkpoints/{name}/{SUMS}"
+        links = [link for link in LINKS if self._store.target(link) == name]
+        others = [other for other in self._store.names("checkpoints") if parse_name(Path(other)) and other != name]
+        complete = [other for other in others if self._store.head(f"checkpoints/{other}/{SUMS}")]
+        for link in links:
+            if complete:
+                files.pipe_file(f"checkpoints/{link}", f"{max(complete, key=_number)}\n".encode())
+            else:
+                files.rm(f"checkpoints/{link}")
+        files.rm(place)
+        self._targets = {}
 
     def _records(self) -> Iterator[Path]:
         for path in folders.list_run_files(self._folder):

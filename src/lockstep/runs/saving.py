@@ -75,12 +75,15 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoints.poll()
 
-    def finish(self, step: int) -> tuple[str, str]:
-        """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk."""
+    def finish(self, step: int, *, upload_limit_s: float = math.inf) -> tuple[str, str]:
+        """Return (reason why `step` is not saved, advice) (*collective*). The reason is "" if `step` is on the disk.
+
+        Waits for an upload, at most `upload_limit_s`.
+        """
         with self._world.progress.during("save"):
             self.close()
         with self._world.progress.during(SETUP):  # it may last: rank 0 waits for uploads, the others for it
-            self._run.recorder.flush()
+            self._run.recorder.flush(upload_limit_s)
         on_disk = self._world.gather(self._on_disk)[0]
         if on_disk == step:
             return "", self._resume_hint

@@ -9,7 +9,6 @@ One pass before the recording looks for these.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class Graphs(nn.Module):
 
         Changes buffers and the device's generator. Raises `RequestError` for a model that a graph cannot repeat.
         """
-        forward = _Forward(self._model, self._autocast).train()
+        forward = _Forward(self._model, self._device.type, self._half)
         _check(forward, x)
         try:
             self._graphs[_layout(x)] = cuda.graphed(forward, x)
@@ -56,22 +55,17 @@ class Graphs(nn.Module):
         except RuntimeError as error:
             raise RequestError(f"--cuda-graphs: torch cannot record the model's passes: {one_line(error)}") from error
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        # torch refuses cached casts, which would be those of the recording.
-        if self._half is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._half, cache_enabled=False)
-
 
 class _Forward(nn.Module):
-    """A forward pass of `model`, without its hooks."""
+    """The model's forward pass under autocast, as a module without hooks, as torch requires."""
 
-    def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, model: nn.Module, device_type: str, half: torch.dtype | None) -> None:
         super().__init__()
-        self.model, self._autocast = model, autocast
+        self.model, self._device_type, self._half = model, device_type, half
 
     def forward(self, x: Tensor) -> Tensor:
-        with self._autocast():
+        # torch refuses cached casts, which would be those of the recording.
+        with torch.autocast(self._device_type, self._half, enabled=self._half is not None, cache_enabled=False):
             outputs: Tensor = self.model(x)
         return outputs
 
@@ -91,8 +85,9 @@ class _Watch(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _check(forward: nn.Module, x: Tensor) -> None:
-    """Raise `RequestError` if a pass over `x` has what a graph cannot repeat."""
-    state, watch = _python_state(forward), _Watch()  # type: ignore[no-untyped-call]
+    """Raise `RequestError` if a graph cannot repeat a pass over `x`."""
+    buffers = [*forward.buffers()]  # alive, so that no new one has the identity of an old one
+    state, watch = _host_state(forward, x.device), _Watch()  # type: ignore[no-untyped-call]
     with watch:
         outputs = forward(x)
         parameters = [parameter for parameter in forward.parameters() if parameter.requires_grad]
@@ -102,20 +97,23 @@ def _check(forward: nn.Module, x: Tensor) -> None:
             f"--cuda-graphs: the model waits for the host, or has shapes that depend on values, in {watch.place}: a "
             "graph cannot repeat that; leave --cuda-graphs out, or compute it by tensors of fixed shapes."
         )
-    if _python_state(forward) != state:
+    if _host_state(forward, x.device) != state:
         raise RequestError(
-            "--cuda-graphs: the model's forward draws by Python's or NumPy's generator, or changes numbers of its "
-            "modules, and a graph would repeat the first ones; leave --cuda-graphs out, or keep them in tensors."
+            "--cuda-graphs: the model's forward draws on the host, changes numbers of its modules or replaces their "
+            "buffers, and a graph would repeat the first ones; leave --cuda-graphs out, or keep these in tensors of "
+            "the device and change them in place."
         )
+    del buffers
 
 
-def _python_state(model: nn.Module) -> tuple[Any, ...]:
-    """Return what a forward pass may read, change and decide by outside of tensors."""
+def _host_state(model: nn.Module, device: torch.device) -> tuple[Any, ...]:
+    """Return what a forward pass may read and change outside of the device's memory: generators, numbers, buffers."""
+    generator = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else b""
     numbers = [
         {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
         for module in model.modules()
     ]
-    return *other_states(), numbers
+    return *other_states(), generator, numbers, [(name, id(buffer)) for name, buffer in model.named_buffers()]
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from .. import _torch
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # the quintic of Jordan's post
 _ITERATIONS, _EPSILON = 5, 1e-7
 _STACK_VALUES, _CPU_STACK_VALUES = 1 << 26, 1 << 19
-"""Most values that are orthogonalised together: 128 MiB in bfloat16, and what a CPU's cache holds."""
+"""Most values that are stepped together: 128 MiB in bfloat16 beside 1 GiB of float32, and what a CPU's cache holds."""
 
 
 class Muon(torch.optim.Muon):
