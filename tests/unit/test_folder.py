@@ -13,6 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,20 @@ from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from lockstep.cli.main import main
 from lockstep.config.schema import DataConfig
 from lockstep.data import counter, folder, users
 from lockstep.data.feed import GENERATORS, Feed
 from lockstep.data.sets import build
 from lockstep.data.source import Source, Splits
 from lockstep.errors import RequestError, RunError
+from lockstep.models import table
 from lockstep.monitor import failures
 from lockstep.world.world import World
 
-from ..command import end, start
+from ..command import end, refusal, start
 from ..hostile import images, mutated_images, often
+from ..needs import need
 from ..pool import RankPool
 from ..real_data import photographs
 
@@ -370,3 +374,25 @@ def test_a_damaged_image_is_an_image_or_refused(tmp_path_factory: pytest.TempPat
     file.write_bytes(data)
     with contextlib.suppress(RequestError):
         assert folder.transform(8)[0](folder.decode(file, 18)).shape == (3, 8, 8)
+
+
+@pytest.mark.slow
+def test_photographs_for_a_network_of_timm_are_timms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need([] if find_spec("timm") else ["timm"])
+    from timm import data, get_pretrained_cfg
+
+    for name in ("vit_tiny_patch16_224", "test_resnet"):
+        config, look = get_pretrained_cfg(name), folder.Look(**table.images(f"timm.{name}"))
+        theirs = data.create_transform(**data.resolve_data_config({}, pretrained_cfg=config.to_dict()))
+        ours, _ = folder.transform(config.input_size[-1], (), look)
+        normalise = v2.Normalize(look.mean, look.std)
+        for path in sorted((photographs() / "val" / "bees").iterdir())[:6]:
+            expected = theirs(Image.open(path).convert("RGB"))
+            torch.testing.assert_close(normalise(ours(folder.decode(path)).float()), expected, rtol=0, atol=2 / 127)
+    words = ["train", "--data", "imagefolder", "--data-dir", str(photographs()), "--model", "timm.test_vit"]
+    words += ["--image-size", "48", "--batch", "40", "--max-steps", "1", "--workers", "0", "--accelerator", "cpu"]
+    assert main([*words, "--devices", "1", "--output", str(tmp_path / "run")]) == 0
+    line = "mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5, bicubic, centre of 0.95 of the shorter side"
+    assert f"{line}; they were trained at --image-size 160" in " ".join(capsys.readouterr().out.split())
+    assert main(["eval", str(tmp_path / "run"), "--accelerator", "cpu", "--devices", "1", "--workers", "0"]) == 0
+    assert refusal(capsys, "eject", tmp_path / "run").startswith("lockstep eject: --model timm.test_vit expects other")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from lockstep.errors import RequestError
 from lockstep.models import table, trial
 from lockstep.models.pyramidnet import Block
 from lockstep.world.random_state import seed_weights
+
+from ..needs import need
 
 # Parameters for 10 classes and 32×32 images of 3 channels, and a digest of the state's keys in their order, which
 # checkpoints depend on.
@@ -178,3 +182,34 @@ def test_samples_of_whole_numbers_are_for_models_that_take_them() -> None:
     _tried(nn.Sequential(nn.Embedding(7, 10), nn.AvgPool2d((4, 1)), nn.Flatten()), torch.int64)
     with pytest.raises(RequestError, match=r"--model mlp cannot take .*torch\.int64.* raised RuntimeError"):
         _tried(table.build_for("mlp", classes=10, shape=(4,)), torch.int64, "mlp")
+
+
+@pytest.mark.slow
+def test_timms_networks_by_name() -> None:
+    need([] if find_spec("timm") else ["timm"])
+    import timm
+
+    for name, shape in (("test_resnet", (1, 40, 32)), ("test_vit", (3, 32, 32)), ("vit_tiny_patch16_224", (3, 32, 48))):
+        torch.manual_seed(1)
+        model = table.build_for(f"timm.{name}", classes=7, shape=shape)
+        size = {} if name == "test_resnet" else {"img_size": shape[1:]}
+        torch.manual_seed(1)
+        theirs = timm.create_model(name, num_classes=7, in_chans=shape[0], **size)
+        assert all(map(torch.equal, model.state_dict().values(), theirs.state_dict().values()))
+        assert model(torch.zeros(2, *shape)).shape == (2, 7)
+        call, _, module, arguments = table.source(f"timm.{name}", classes=7, shape=shape)
+        assert _parameters(getattr(timm, call)(**arguments)) == _parameters(model)
+        assert module == "timm"
+    with pytest.raises(RequestError, match=r"did you mean timm\.vit_tiny_patch16_224"):
+        table.preflight("timm.vit_tiny_patch16_244")
+    with pytest.raises(RequestError, match=r"cannot take 33×33 images .*use --image-size 224"):
+        table.build_for("timm.nest_tiny", classes=7, shape=(3, 33, 33))
+    with pytest.raises(RequestError, match="give a file of weights"):
+        table.pretrained("timm.test_vit")
+    table.preflight("timm.vit_tiny_patch16_224.augreg_in21k")  # a tag of weights
+
+
+def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(RequestError, match=r"timm.NAME needs timm, .*pip install 'lockstep-torch\[hf\]'"):
+        table.preflight("timm.resnet18")

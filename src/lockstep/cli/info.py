@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
         "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "gpus": gpus + (f", driver {machine.driver}" if machine.driver else ""),
         "recipes": ", ".join(recipes()),
-        "models": ", ".join((*models.BUILTIN, "torchvision's classifiers", "module:attribute")),
+        "models": ", ".join((*models.BUILTIN, "torchvision's classifiers", "timm.NAME", "module:attribute")),
         "data sets": ", ".join((*sets.DATA_SETS, "module:attribute")),
         **{f"strategy {name}": kind.phrase for name, kind in KINDS.items()},
         "launchers": ", ".join(LAUNCHERS),

@@ -42,7 +42,7 @@ class ModelConfig:
     """The network."""
 
     name: Annotated[str, _key(name="model")] = "resnet18"
-    """Name in lockstep info, torchvision classifier, or your own MODULE:NAME."""
+    """Name in lockstep info, torchvision classifier, timm.NAME, or your own MODULE:NAME."""
     classes: _MaybeInt = None  # Number of classes; default: the data set's.
     init_from: Annotated[str, _key(metavar="WEIGHTS")] = ""
     """Initial weights of a new run: a run, a checkpoint, a .safetensors or .pth file, or pretrained (torchvision's).

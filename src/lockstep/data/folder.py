@@ -62,6 +62,30 @@ LAYOUTS = {"imagefolder": "CLASS/*.jpg", "webdataset": "*.tar"}
 """Of a split's folder, by data set."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Images as a model expects them: normalised by `mean` and `std`, in units of bytes, after they are resized.
+
+    The centre that an evaluation takes is the share `crop` of an image's shorter side.
+    """
+
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    interpolation: str = "bilinear"
+    crop: float = 224 / 256
+    size: int | None = None
+    """Side in pixels of the images that the model's weights were trained on."""
+
+    def describe(self, size: int) -> list[str]:
+        """Return lines on images of `size` pixels that differ from torchvision's; none for those."""
+        if self.size is None:
+            return []
+        mean, std = (", ".join(f"{value / 255:.3g}" for value in values) for values in (self.mean, self.std))
+        line = f"images as the model's weights expect them: mean {mean}, std {std}, {self.interpolation}"
+        made_for = f"; they were trained at --image-size {self.size}" if size != self.size else ""
+        return [f"{line}, centre of {self.crop:g} of the shorter side{made_for}"]
+
+
 @dataclass(frozen=True)
 class Photographs:
     """Map-style data set of images: (bytes (size, size, 3), label). `paths` (N,) are bytes, to save memory.
@@ -149,45 +173,47 @@ def _jpeg() -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def transform(size: int, variations: tuple[str, ...] = ()) -> tuple[Callable[[Tensor], Tensor], int]:
+def transform(
+    size: int, variations: tuple[str, ...] = (), look: Look | None = None
+) -> tuple[Callable[[Tensor], Tensor], int]:
     """Return a transform to images (3, size, size), and the shortest side that it needs (`decode`'s `least`).
 
     "crop" and "flip" are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, with the same draws.
     """
-    crop: Callable[[Tensor], tuple[int, int, int, int]] | None = None
+    look, crop = look or Look(), None
     if "crop" in variations:
         from torchvision.transforms import RandomResizedCrop  # which some builds of torch cannot load
 
         crop = partial(RandomResizedCrop.get_params, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3])
-    least = size / _LEAST_CROP if crop else size * 256 / 224
-    return partial(_vary, size=size, crop=crop, flips="flip" in variations), round(_GAP * least)
+    least = size / _LEAST_CROP if crop else size / look.crop
+    return partial(_vary, size=size, crop=crop, flips="flip" in variations, look=look), round(_GAP * least)
 
 
 def _vary(
-    image: Tensor, size: int, crop: Callable[[Tensor], tuple[int, int, int, int]] | None, *, flips: bool
+    image: Tensor, size: int, crop: Callable[[Tensor], tuple[int, int, int, int]] | None, *, flips: bool, look: Look
 ) -> Tensor:
     import torch
 
     if crop:
         top, left, height, width = crop(image)
-        image = _resize(image[:, top : top + height, left : left + width], size, size)
+        image = _resize(image[:, top : top + height, left : left + width], size, size, look.interpolation)
     else:
-        image = _centre(image, size)
+        image = _centre(image, size, look)
     return image.flip(2) if flips and torch.rand(1) < 0.5 else image
 
 
-def _centre(image: Tensor, size: int) -> Tensor:
-    """Resize to a shorter side of 256/224 of `size`; crop the centre, as torchvision's `Resize` and `CenterCrop`."""
+def _centre(image: Tensor, size: int, look: Look) -> Tensor:
+    """Resize to a shorter side of `size` / `look.crop`; crop the centre, as torchvision's `Resize` and `CenterCrop`."""
     shorter = min(image.shape[1:])
     for dim in (1, 2):
         if (excess := image.shape[dim] - _LONGEST * shorter) > 0:
             image = image.narrow(dim, excess // 2, _LONGEST * shorter)
-    height, width = (size * 256 // 224 * side // shorter for side in image.shape[1:])
+    height, width = (int(size / look.crop) * side // shorter for side in image.shape[1:])
     top, left = (round((side - size) / 2) for side in (height, width))
-    return _resize(image, height, width)[:, top : top + size, left : left + size]
+    return _resize(image, height, width, look.interpolation)[:, top : top + size, left : left + size]
 
 
-def _resize(image: Tensor, height: int, width: int) -> Tensor:
+def _resize(image: Tensor, height: int, width: int, mode: str) -> Tensor:
     """Return bytes (3, height, width) whose pixels are contiguous."""
     import torch
     from torch.nn import functional
@@ -195,7 +221,7 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
     image = image[None].contiguous(memory_format=torch.channels_last)
     # torch takes the strides of a single image for those of planes, and would copy each plane.
     image = image.as_strided(image.shape, (image.numel(), *image.stride()[1:]))
-    return functional.interpolate(image, (height, width), mode="bilinear", antialias=True)[0]
+    return functional.interpolate(image, (height, width), mode=mode, antialias=True)[0]
 
 
 def folders(config: DataConfig) -> dict[str, str]:
@@ -297,7 +323,7 @@ def build(request: Request, scan: Callable[[DataConfig], Arrays] = _scan) -> Spl
     from .source import SPLITS, Splits
     from .users import Streamed
 
-    config, size, none = request.config, request.config.image_size, np.empty(0)
+    config, size, look, none = request.config, request.config.image_size, request.look or Look(), np.empty(0)
     arrays = shared(request.world, lambda: scan(config))
     facts: dict[str, int | str] = {}
     for split in SPLITS:
@@ -310,17 +336,19 @@ def build(request: Request, scan: Callable[[DataConfig], Arrays] = _scan) -> Spl
 
     def make(split: str, variations: tuple[str, ...]) -> Source:
         paths, labels = arrays[f"{split} paths"], arrays[f"{split} labels"]
-        steps = transform(size, variations)
+        steps = transform(size, variations, look)
         images = Photographs(config.dir / splits[split], paths, labels, arrays.get(f"{split} spans"), *steps)
         # Workers crop and flip the large image; the device does the cutout.
         cutout = tuple(name for name in variations if name == "cutout")
-        source = Streamed(request, images, split, classes, Transform(request, (3, size, size), cutout, MEAN, STD))
+        finish = Transform(request, (3, size, size), cutout, look.mean, look.std)
+        source = Streamed(request, images, split, classes, finish)
         source.files = splits[split], paths
         source.skipped = tuple(map(os.fsdecode, arrays.get(f"{split} skipped", none).tolist()))
         return source
 
     has_validation, labels = "validation" in splits, arrays["train labels"]
     sources = Splits.of(request, make, validation=has_validation, names=names, labels=labels)
+    sources = dataclasses.replace(sources, cautions=(*sources.cautions, *look.describe(size)))
     if ignored := list(map(os.fsdecode, arrays["ignored"].tolist())):
         endings = ", ".join(ignored[:5]) + ", …" * (len(ignored) > 5)
         text = f"not read in {config.dir}, since their endings are not those of images: {endings}"

@@ -87,7 +87,15 @@ def preflight(config: DataConfig) -> None:
     _entry(config.name).check(config)
 
 
-def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, channels_last: bool) -> Splits:
+def build(
+    config: DataConfig,
+    *,
+    seed: int,
+    world: World,
+    dtype: torch.dtype,
+    channels_last: bool,
+    look: folder.Look | None = None,
+) -> Splits:
     """Return the data set's sources for this rank (*collective*).
 
     Raises `RequestError`, on every rank, if the data is missing, damaged or contradicts the config.
@@ -96,5 +104,5 @@ def build(config: DataConfig, *, seed: int, world: World, dtype: torch.dtype, ch
 
     if config.on_device == "on" and world.device.type == "cpu":
         raise RequestError("--on-device on needs a GPU, and this run is on the CPU; use auto.")
-    request = Request(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last)
+    request = Request(config=config, seed=seed, world=world, dtype=dtype, channels_last=channels_last, look=look)
     return _entry(config.name).build(request)

@@ -20,6 +20,7 @@ from ..config.schema import DataConfig
 from ..errors import RequestError, counted
 from ..world.world import World
 from . import counter
+from .folder import Look
 from .ranks import is_changed
 
 Indices = npt.NDArray[np.int64]
@@ -37,6 +38,8 @@ class Request:
     world: World
     dtype: torch.dtype
     channels_last: bool
+    look: Look | None = None
+    """Of photographs; None for torchvision's."""
 
 
 class Fetched(NamedTuple):

@@ -129,6 +129,11 @@ def _refusals(config: RunConfig, *, slurm: bool) -> Iterator[str]:
             f"lockstep eject: --data {config.data.name} has no plain form; eject digits, cifar10, cifar100 or "
             "imagefolder, and put your reader in the place of read_data."
         )
+    if config.data.name == "imagefolder" and table.images(config.model.name):
+        yield (
+            f"lockstep eject: --model {config.model.name} expects other images than the file's, which are those of "
+            "torchvision's models; take one of those."
+        )
     if config.precision.name == "auto":
         yield "lockstep eject: --precision auto depends on the hardware; name one."
     beside = [config.optim.ema, config.precision.compile, config.data.name == "imagefolder"]

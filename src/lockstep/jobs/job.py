@@ -20,6 +20,7 @@ from ..checkpoint.state import State, check_fits
 from ..config import registry
 from ..config.schema import BatchConfig, RunConfig, rules_out_graphs
 from ..data import sets
+from ..data.folder import Look
 from ..data.order import Order
 from ..data.share import Micro
 from ..errors import RequestError
@@ -214,7 +215,12 @@ def assemble(
     devices = len(method.devices) if evaluated is None else 1
     plan = plan or _solve_plan(requested, resume.accumulation(continued, config), world.size, devices)
     data = data or sets.build(
-        config.data, seed=config.seed, world=world, dtype=precision.dtype, channels_last=precision.channels_last
+        config.data,
+        seed=config.seed,
+        world=world,
+        dtype=precision.dtype,
+        channels_last=precision.channels_last,
+        look=Look(**models_table.images(config.model.name)),
     )
     if (saved := continued or evaluated) is not None:
         with understanding(saved.origin or Path("the checkpoint")):

@@ -1,13 +1,14 @@
-"""Networks by name. Three kinds of names, tried in this order:
+"""Networks by name. Four kinds of names, tried in this order:
 
 1. `module:attribute`, anything with a colon: the user's own callable that returns an `nn.Module`. It gets those of
    the keyword arguments `classes`, `in_channels`, `image_size` and `shape` (of a sample) that its signature names.
 2. A builtin network: the names of `BUILTIN`, and every `pyramidnet-DEPTH-ALPHA`, with `-reference` for the variant that
    leaves out one block a stage. Stems are those for small images.
-3. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
+3. timm's network `NAME` as `timm.NAME`.
+4. A torchvision classifier under torchvision's name, such as `mobilenet_v3_small`; with the prefix `torchvision.`
    also if the plain name is builtin: `torchvision.resnet50` is the net with the stem for ImageNet.
 
-Torch is imported only by `build_for`, torchvision only for names that are not ours: `--help` answers at once.
+Torch is imported only by `build_for`, torchvision and timm only for names that are not ours: `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from .. import user_code
 from ..errors import RequestError, unknown
-from . import torchvision
+from . import timm, torchvision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_PREFIX = "torchvision."
+_PREFIX, _TIMM = "torchvision.", "timm."
 _HINT = "lockstep info lists models; your own goes with module:attribute."
 _PYRAMIDNET = re.compile(r"pyramidnet-(\d{1,4})-(\d{1,6})(-reference)?")
 
@@ -45,6 +46,8 @@ def preflight(name: str) -> None:
     """Raise `RequestError` if no network has that name."""
     if ":" in name:
         user_code.check("--model", name)
+    elif name.startswith(_TIMM):
+        _timm_name(name)
     elif _find_builtin(name) is None:
         _torchvision_name(name)
 
@@ -57,6 +60,9 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
     arguments = _arguments(classes, shape)
     if ":" in name:
         return _build_own(name, arguments)
+    if name.startswith(_TIMM):
+        _check_image(name, shape)
+        return timm.build(_timm_name(name), classes, shape)
     if (builtin := _find_builtin(name)) is None:
         plain = _torchvision_name(name)
         _check_image(name, shape)
@@ -73,12 +79,16 @@ def build_for(name: str, *, classes: int, shape: tuple[int, ...]) -> nn.Module:
 def source(name: str, *, classes: int, shape: tuple[int, ...]) -> tuple[str, Path | None, str, dict[str, Any]]:
     """Return (callable, the file that defines it, the module that it is imported from, arguments) of a network.
 
-    Either file or module is empty. The callable of torchvision's networks is `models.get_model`.
+    Either file or module is empty. The callable of torchvision's networks is `models.get_model`, of timm's
+    `create_model`.
     """
     arguments = _arguments(classes, shape)
     if ":" in name:
         module, _, attribute = name.partition(":")
         return attribute, None, module, _accepted(user_code.load("--model", name), arguments)
+    if name.startswith(_TIMM):
+        plain = _timm_name(name)
+        return "create_model", None, "timm", {"model_name": plain} | timm.arguments(plain, classes, shape)
     if (builtin := _find_builtin(name)) is None:
         plain = _torchvision_name(name)
         options = {"name": plain, "weights": None, "num_classes": classes} | torchvision.options(plain, shape)
@@ -93,12 +103,24 @@ def pretrained(name: str) -> tuple[str, dict[str, Tensor]]:
 
     Raises `RequestError` if torchvision has none, or they are neither on disk nor downloadable.
     """
-    if ":" in name or _find_builtin(name):
+    if ":" in name or name.startswith(_TIMM) or _find_builtin(name):
         raise RequestError(
             f"--init-from pretrained belongs to torchvision's models, and --model {name} is none; take one, such as "
             "torchvision.resnet18, or give a file of weights."
         )
     return torchvision.pretrained(_torchvision_name(name))
+
+
+def images(name: str) -> dict[str, Any]:
+    """Return how the network expects photographs (see `timm.images`); {} for torchvision's, ours and the user's."""
+    return timm.images(_timm_name(name)) if name.startswith(_TIMM) else {}
+
+
+def _timm_name(name: str) -> str:
+    plain, networks = name.removeprefix(_TIMM), timm.names()
+    if plain not in networks:
+        raise unknown("model", name, [_TIMM + network for network in networks], _HINT)
+    return plain
 
 
 def _find_builtin(name: str) -> tuple[str, str, dict[str, int]] | None:

@@ -497,7 +497,7 @@ class Session:
         - `"epoch"`: after an epoch's last code in the loop, before it is saved: `step` and `epoch`.
         - `"evaluate"`: after `session.score`: `step`, `epoch`, `on`, `score` and the values given to it.
         - `"save"`: once a checkpoint is on the disk: `step` and `path`. On rank 0 alone: call nothing *collective*.
-        - `"end"`: after the last checkpoint: the fields of the summary, to which those that `function` returns are added.
+        - `"end"`: after the last checkpoint: the fields of the summary. It has those that `function` returns, too.
 
         All but `"save"` are called on every rank. Raises `RequestError` for another event, and after the loop.
         """
