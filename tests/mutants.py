@@ -358,6 +358,13 @@ images are varied otherwise on each rank: data/images.py
 images are varied alike in each epoch: data/images.py
 - counter.keys(_DRAWS, self._seed, epoch)
 + counter.keys(_DRAWS, self._seed, 0)
+= unit/test_mixing.py::test_any_shares_are_those_of_the_mixed_batch[names2]
+a share is mixed within itself: data/mixing.py
+- before = (share.start if share.start > begin else end) - 1
++ before = share.stop - 1
+each rank draws its own mixture: data/mixing.py
+- seed(counter.keys(GENERATORS, self._seed, epoch, _PURPOSE), step)
++ pass
 = unit/test_sets.py::test_own_random_transforms_do_not_depend_on_batch_or_worker
 a transform of one's own goes on from the sample before: data/feed.py
 -         _seed(*bits)

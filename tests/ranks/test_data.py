@@ -75,7 +75,8 @@ def test_any_number_of_ranks_computes_the_same_samples_once(pool: RankPool, conf
 
 def test_a_run_on_shards_resumes_within_an_epoch_on_other_ranks(pool: RankPool, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"data": "webdataset", "data_dir": shards(tmp_path), "image_size": 8, "workers": 0}
-    asked |= {"model": "mlp", "batch": 12, "augment": ("crop", "flip"), "accelerator": "cpu", "ledger": True}
+    asked |= {"model": "mlp", "batch": 12, "accelerator": "cpu", "ledger": True}
+    asked["augment"] = ("crop", "flip", "randaugment", "random-erasing", "mixup", "cutmix")
     whole = curve(pool, tmp_path / "whole", 1, **asked, max_steps=6)  # an epoch has 4
     begun, _ = curve(pool, tmp_path / "run", 2, **asked, max_steps=2)
     rest, weights = curve(pool, tmp_path / "run", 3, **asked, max_steps=6, resume="auto")

@@ -55,6 +55,7 @@ def slowly(cases: Any) -> list[Any]:
         (3, SHORT | {"optimizer": "adamw", "lr": 1e-3, "clip": 0.5, "ema": 0.9}, {}),
         (3, EMPTY | {"model": "resnet8"}, {}),
         (3, EMPTY | {"model": "mlp"}, {}),
+        (3, EMPTY | {"model": "mlp", "augment": ("mixup", "cutmix")}, {"accumulate": 2}),
         (3, EMPTY | {"model": "mlp"}, {"strategy": "hybrid", "devices": 2}),
         *slowly((ranks, LONG | {"batch": 48, "accumulate": each}, {}) for ranks, each in product((2, 3), (1, 2, 3))),
         *slowly((ranks, LONG | {"batch": 51, "model": "pyramidnet-20-48"}, {}) for ranks in (2, 3)),

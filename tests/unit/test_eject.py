@@ -201,6 +201,7 @@ def test_a_model_of_the_users_own_is_imported(capsys: pytest.CaptureFixture[str]
         (("digits", "--freeze", "stem.*"), "--freeze has no plain form"),
         (("digits", "--optimizer", "muon"), "muon has no plain form"),
         (("digits", "--data", "fake", "--augment", "--"), "--data fake has no plain form"),
+        (("digits", "--augment", "flip", "mixup"), "--augment mixup has no plain form"),
         (("digits", "--draws", "global"), "--draws has no plain form"),
         (("digits", "--precision", "auto"), "--precision auto depends"),
         (("digits", "--nodes", "2", "--init-method", "tcp://h:1"), "--nodes has no plain form"),

@@ -100,8 +100,19 @@ def test_training_images_are_varied_as_asked_and_no_more() -> None:
     assert (cut[changed] == 0).all(), "cutout comes after normalisation"
 
 
+def test_randaugment_and_random_erasing_are_torchvisions() -> None:
+    image = torch.randint(0, 256, (3, 90, 80), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    centre, varied = (folder.transform(64, names)[0] for names in ((), ("random-erasing", "flip", "randaugment")))
+    theirs = [v2.RandomHorizontalFlip(), v2.RandAugment(), v2.RandomErasing(value=[124, 116, 104])]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        found = varied(image)
+        torch.manual_seed(seed)
+        assert torch.equal(found, v2.Compose(theirs)(centre(image)))
+
+
 def test_a_sample_does_not_depend_on_its_batch_or_worker_and_workers_stay_until_the_end() -> None:
-    augment, before = ("crop", "flip", "cutout"), set(psutil.Process().children())
+    augment, before = ("crop", "flip", "randaugment", "random-erasing", "cutout"), set(psutil.Process().children())
     here, workers = made(photographs(), augment=augment), made(photographs(), workers=2, augment=augment)
     x, y = fetch(here.train, [7, 100, 3, 64, 7], epoch=4)
     unfinished = workers.train.stream([np.array([index]) for index in range(50)], epoch=0)

@@ -192,6 +192,9 @@ OWN = """
 --data {own}:fractions                 | train labels are torch.float32 | one whole number for each sample
 --data {own}:broken                    | raised FileNotFoundError at | my.csv
 --data {own}:vectors --augment crop    | --augment crop | images of bytes
+--data {own}:vectors --augment mixup   | --augment mixup mixes images
+--augment flip randaugment             | --augment randaugment belongs to --data imagefolder
+--augment cutmix --loss {own}:loss     | --augment cutmix | cross_entropy
 --data fake --image-size 7 --augment crop | --augment crop | 8 × 8 pixels or more, found 7 × 7
 --data {own}:vectors --model resnet8   | takes images | --model mlp
 --on-device on                         | --on-device on | use auto

@@ -35,6 +35,8 @@ _Seconds = Annotated[float, Bounds(above=0, below=366 * 24 * 3600), _key(metavar
 _Switch = Annotated[str, OneOf(("auto", "on", "off"))]
 SPANNING_SCHEDULES = ("cosine", "onecycle")
 """Schedules whose learning rates depend on the number of epochs."""
+MIXES = ("mixup", "cutmix")
+"""Augmentations that mix the samples of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +66,27 @@ class DataConfig:
     """Processes per rank that decode images (imagefolder, webdataset, your own data sets); 0: the rank itself decodes.
     Default: the rank's processors, at most 16; with --step, none."""
     augment: Annotated[
-        tuple[str, ...], OneOf(("crop", "flip", "cutout")), _key(metavar="NAME …")
-    ] = ()  # Any of crop, flip, cutout.
+        tuple[str, ...],
+        OneOf(("crop", "flip", "cutout", "randaugment", "random-erasing", *MIXES)),
+        _key(metavar="NAME …"),
+    ] = ()
+    """Any of crop, flip, cutout; of folders and shards also randaugment, random-erasing; mixup, cutmix."""
     image_size: Annotated[int, Bounds(least=1, below=4097)] = 224  # Side in pixels, for folders, shards and fake.
     samples: Annotated[int, Bounds(least=4, below=2**63)] = 1024  # Training images of the fake data set.
     holdout: _Share = 0.0  # Fraction of each training class for validation, by --seed.
     skip_corrupt: bool = False  # Skip and count images that cannot be decoded.
     collate: _Code = ""  # With --step: makes a batch from samples; default: torch's.
     on_device: _Switch = "auto"  # Keep small data sets in GPU memory: auto, on, off.
+
+    @property
+    def variations(self) -> tuple[str, ...]:
+        """The names in --augment that vary single samples."""
+        return tuple(name for name in self.augment if name not in MIXES)
+
+    @property
+    def mixes(self) -> tuple[str, ...]:
+        """The names in --augment that mix the samples of a batch; one of them is drawn for each."""
+        return tuple(name for name in MIXES if name in self.augment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +342,9 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         choose("--loss", optim.loss, ["cross_entropy"])
     elif optim.label_smoothing:
         yield f"--label-smoothing belongs to cross_entropy, and --loss is {optim.loss}; smooth the labels there."
+    if config.data.mixes and has_own_loss:
+        flag = f"--augment {' '.join(config.data.mixes)}"
+        yield f"{flag} has labels (n, classes), which cross_entropy takes, and --loss is {optim.loss}; leave one out."
     if optim.metric and not optim.step:
         yield "--metric needs --step, whose batches it takes; add --step."
     if config.data.collate and not optim.step:

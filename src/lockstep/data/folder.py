@@ -14,7 +14,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -178,19 +178,34 @@ def transform(
 ) -> tuple[Callable[[Tensor], Tensor], int]:
     """Return a transform to images (3, size, size), and the shortest side that it needs (`decode`'s `least`).
 
-    "crop" and "flip" are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, with the same draws.
+    "crop" and "flip" are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, with the same draws; then follow
+    its `RandAugment`, and `RandomErasing` by the mean colour, with their defaults.
     """
     look, crop = look or Look(), None
     if "crop" in variations:
         from torchvision.transforms import RandomResizedCrop  # which some builds of torch cannot load
 
         crop = partial(RandomResizedCrop.get_params, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3])
+    further: list[Callable[[Tensor], Tensor]] = []
+    if "randaugment" in variations or "random-erasing" in variations:
+        from torchvision.transforms import v2
+
+        erasing = v2.RandomErasing(value=[round(value) for value in look.mean])
+        kinds = {"randaugment": v2.RandAugment(), "random-erasing": erasing}
+        further = [kinds[name] for name in kinds if name in variations]
     least = size / _LEAST_CROP if crop else size / look.crop
-    return partial(_vary, size=size, crop=crop, flips="flip" in variations, look=look), round(_GAP * least)
+    vary = partial(_vary, size=size, crop=crop, flips="flip" in variations, look=look, further=further)
+    return vary, round(_GAP * least)
 
 
 def _vary(
-    image: Tensor, size: int, crop: Callable[[Tensor], tuple[int, int, int, int]] | None, *, flips: bool, look: Look
+    image: Tensor,
+    size: int,
+    crop: Callable[[Tensor], tuple[int, int, int, int]] | None,
+    *,
+    flips: bool,
+    look: Look,
+    further: Sequence[Callable[[Tensor], Tensor]],
 ) -> Tensor:
     import torch
 
@@ -199,7 +214,10 @@ def _vary(
         image = _resize(image[:, top : top + height, left : left + width], size, size, look.interpolation)
     else:
         image = _centre(image, size, look)
-    return image.flip(2) if flips and torch.rand(1) < 0.5 else image
+    image = image.flip(2) if flips and torch.rand(1) < 0.5 else image
+    for vary in further:
+        image = vary(image)
+    return image
 
 
 def _centre(image: Tensor, size: int, look: Look) -> Tensor:

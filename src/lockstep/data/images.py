@@ -58,6 +58,8 @@ class Transform:
         *,
         turns: bool = False,
     ) -> None:
+        if further := [name for name in names if name not in ("crop", "flip", "cutout")]:
+            raise RequestError(f"--augment {further[0]} belongs to --data imagefolder and webdataset; leave it out.")
         for name, least in (("crop", 8), ("cutout", 2)):  # smaller ones would not change
             if name in names and min(shape[1:]) < least:
                 sides = f"{shape[1]} × {shape[2]}; leave {name} out"

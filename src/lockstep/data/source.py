@@ -152,7 +152,7 @@ class Splits:
         --holdout takes one from the training data: a share of each class if the training set's `labels` (N,) are known.
         Raises `RequestError` if there are both.
         """
-        augment = request.config.augment
+        augment = request.config.variations
         train, test = make("train", augment), make("test", ())
         held_out = make("validation", ()) if validation else None
         if request.config.holdout:

@@ -129,6 +129,8 @@ def _refusals(config: RunConfig, *, slurm: bool) -> Iterator[str]:
             f"lockstep eject: --data {config.data.name} has no plain form; eject digits, cifar10, cifar100 or "
             "imagefolder, and put your reader in the place of read_data."
         )
+    if names := [name for name in config.data.augment if name not in ("crop", "flip", "cutout")]:
+        yield f"lockstep eject: --augment {names[0]} has no plain form; torchvision.transforms.v2 has it."
     if config.data.name == "imagefolder" and table.images(config.model.name):
         yield (
             f"lockstep eject: --model {config.model.name} expects other images than the file's, which are those of "

@@ -59,10 +59,14 @@ class Classifier:
             job.world.together(self._check_loss)
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the mean loss and its gradients; return (logits, labels) (*collective*). x is (n, …), y (n,)."""
+        """Compute the mean loss and its gradients; return (logits, labels) (*collective*).
+
+        x is (n, …), y (n,), or (n, classes) of mixed samples, whose labels are those of the larger parts.
+        """
         job, session, (x, y) = self._job, self._session, batch
         loss: Tensor | None = None
-        logits = y[:, None]
+        labels = y.argmax(dim=1) if y.dim() == 2 else y
+        logits = labels[:, None]
         with job.memory.watched():
             if not job.memory.has_run_out:
                 total, logits = job.loss(x, y, reduction="mean" if self._has_mean else "sum")
@@ -74,7 +78,7 @@ class Classifier:
             except OutOfMemoryError:
                 session.abandon_batch()
                 raise
-        return logits.detach(), y
+        return logits.detach(), labels
 
     def _first_share(self) -> Micro:
         with contextlib.closing(self._job.micros(0)) as micros:

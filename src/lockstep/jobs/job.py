@@ -21,6 +21,7 @@ from ..config import registry
 from ..config.schema import BatchConfig, RunConfig, rules_out_graphs
 from ..data import sets
 from ..data.folder import Look
+from ..data.mixing import Mixing
 from ..data.order import Order
 from ..data.share import Micro
 from ..errors import RequestError
@@ -61,6 +62,7 @@ class Job(Prepared):
     data: Splits
     lr: Callable[[int], float]
     loss_fn: LossFunction
+    mixing: Mixing | None
     initial_weights: InitialWeights | None  # of a new run, if not from the seed alone
 
     @property
@@ -130,17 +132,32 @@ class Job(Prepared):
         return parts if numbers is None else [numbers[part] for part in parts]
 
     def micros(self, epoch: int, *, first: int = 0, again: int = 0) -> Generator[Micro, None, None]:
-        """Yield this rank's shares of an epoch's micro-batches. `Micro.batch` is (x, y); `first` is the first step."""
+        """Yield this rank's shares of an epoch's micro-batches. `Micro.batch` is (x, y); `first` is the first step.
+
+        y is (n, classes) of mixed samples.
+        """
         order, drop_last = self.order(epoch), self.config.batch.drop_last
         # Lazily, also for reading ahead: an epoch of 10⁹ samples has millions of steps.
         shares, ahead = (
             self.plan.shares(self.samples, self.world.rank, first=first, drop_last=drop_last) for _ in range(2)
         )
-        stream = self.data.train.stream((order.indices(share.start, share.stop) for share in ahead), epoch=epoch)
+        stream = self.data.train.stream(map(partial(self._indices, order), ahead), epoch=epoch)
         try:
-            yield from map(_micro, shares, stream)
+            yield from map(partial(self._micro, epoch), shares, stream)
         finally:
             stream.close()
+
+    def _indices(self, order: Order, share: Share) -> np.ndarray:
+        if self.mixing is not None:
+            return self.mixing.indices(order.indices, self.plan, share, self.samples)
+        return order.indices(share.start, share.stop)
+
+    def _micro(self, epoch: int, share: Share, fetched: Fetched) -> Micro:
+        x, y, indices = fetched
+        if self.mixing is not None:
+            x, y = self.mixing(x, y, epoch=epoch, step=share.step)
+            indices = indices[1:]
+        return Micro((x, y), share, indices[: share.size])
 
 
 def _loss(
@@ -179,10 +196,6 @@ def _record_graphs(
         with memory.unchanged(model, has_average=config.optim.ema is not None):
             graphs.record(x.to(memory_format=layout))
     return graphs
-
-
-def _micro(share: Share, fetched: Fetched) -> Micro:
-    return Micro((fetched.x, fetched.y), share, fetched.indices[: share.size])
 
 
 def assemble(
@@ -292,10 +305,21 @@ def assemble(
         data=data,
         lr=optim.rate(config, plan.global_size, steps),
         loss_fn=loss_fn,
+        mixing=_mixing(config, train, classes),
         initial_weights=loaded,
         cautions=cautions,
         contents=data.contents,
     )
+
+
+def _mixing(config: RunConfig, data: Data, classes: int) -> Mixing | None:
+    if not (names := config.data.mixes):
+        return None
+    if len(data.shape) != 3:
+        raise RequestError(
+            f"--augment {' '.join(names)} mixes images, and the samples have shape {data.shape}; drop it."
+        )
+    return Mixing(names, classes, config.seed)
 
 
 def _solve_plan(requested: BatchConfig, accumulation: int | None, ranks: int, devices: int) -> BatchPlan:
