@@ -480,8 +480,8 @@ a store has a checkpoint's checksums before its tensors: runs/remote.py
 - key=lambda path: path.name == SUMS
 + key=lambda path: path.name != SUMS
 a checkpoint in a store is replaced while it is the last: runs/remote.py
-- if store.target(link) == folder.name:
-+ if False:
+- links = [link for link in LINKS if self._store.target(link) == name]
++ links = list[str]()
 a store keeps the checkpoints of a branch that the run has left: runs/remote.py
 - if _number(name) <= _number(targets[-1])
 + if True
@@ -491,8 +491,8 @@ what the run deletes is lost to the upload: runs/remote.py
 + (part / path.name).symlink_to(path)
 = ranks/test_runs.py::test_hosts_without_a_common_disk_go_on_from_a_store
 rank 0 goes on from what no other host has: runs/remote.py
-- name = newest if all(world.gather(has_newest)) else there
-+ name = newest if world.gather(has_newest) else there
+- name = newest if all(world.gather(has_newest)) else stored
++ name = newest if world.gather(has_newest) else stored
 the best checkpoint stays in the store: runs/remote.py
 - self.target("best") if is_whole else ""
 + ""

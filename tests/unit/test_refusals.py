@@ -35,7 +35,7 @@ eval trained --split valid             | 'valid' | did you mean validation?
 eval trained --predictions x.txt       | x.txt | a file .csv
 export --to onnx                       | No run given
 export gone --to onnx                  | gone is not there
-export trained                         | Unknown format of --to | hub, onnx, safetensors, torch.export
+export trained                         | No --to given | torch.export, onnx, safetensors, hub
 export trained --to onnx --push me/net | --push belongs to --to hub
 export trained --to onxx               | did you mean onnx?
 export trained --to onnx --epochs 3    | lockstep export has no use for --epochs
