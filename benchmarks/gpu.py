@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import re
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from . import images, rates
 from .costs import measure_costs
 from .harness import RESULTS, Neighbours, Report, Skipped, interleave, write
 from .loops import configured, engine_step_s
+from .rates import first_line, forget
 from .steps import (
     COMPILED,
     DDP,
@@ -102,7 +102,7 @@ def _of_ways(
                 method=_METHOD,
                 n=f"{rounds} rounds of {repeats} steps in turns",
             )
-            _forget(device)
+            forget(device)
     finally:
         world.close()
 
@@ -118,9 +118,9 @@ def measure_ways(
             try:
                 subjects[name] = Measured(way, network, world, stack)
             except (RequestError, torch.OutOfMemoryError) as error:
-                troubles[name] = _first_line(error)
+                troubles[name] = first_line(error)
             except Exception as error:  # a compiler's or a graph's: the other ways can still be measured
-                troubles[name] = f"{type(error).__name__}: {_first_line(error)}"
+                troubles[name] = f"{type(error).__name__}: {first_line(error)}"
         turns = {name: lambda subject=subject: subject.round(repeats) for name, subject in subjects.items()}
         found = interleave(turns, rounds=rounds)
         costs = {name: subject.cost(found[name], repeats) for name, subject in subjects.items()}
@@ -166,7 +166,7 @@ def loop_of_train(device: torch.device, *, only: str, is_rehearsal: bool) -> Ite
             "records, loss and gradient norm; bf16. The first two of the log's intervals are left out.",
             n="one run each",
         )
-        _forget(device)
+        forget(device)
 
 
 def _trained(network: Network, device: torch.device, options: dict[str, Any], count: int) -> tuple[str, str]:
@@ -182,7 +182,7 @@ def _trained(network: Network, device: torch.device, options: dict[str, Any], co
         with tempfile.TemporaryDirectory() as folder:
             step_ms = 1e3 * engine_step_s(config, Path(folder) / "steps.jsonl", World.alone(device))
     except RequestError as error:
-        return _first_line(error), ""
+        return first_line(error), ""
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
     return f"{step_ms:.2f}", f"{peak / 2**30:.2f}"
 
@@ -229,7 +229,7 @@ def speedrun(device: torch.device, *, only: str, is_rehearsal: bool) -> Iterator
             findings.append(f"CUDA graphs {graphs}: {scores.sentence()}")
             rows += [(graphs, str(epoch), f"{spent_s:.2f}", f"{top1:.4f}") for epoch, spent_s, top1 in scores.rows]
         except RequestError as error:
-            findings.append(f"CUDA graphs {graphs}: {_first_line(error)}")
+            findings.append(f"CUDA graphs {graphs}: {first_line(error)}")
         yield Report(
             title=f"{name} on one {name_of(device)}",
             finding=f"{'; '.join(findings)}.{note}",
@@ -255,18 +255,6 @@ PARTS: Mapping[str, Part] = {
     "compiled": compiled,
     "rates": image_rates,
 }
-
-
-def _forget(device: torch.device) -> None:
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:100].replace("|", "/") if text else type(error).__name__
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -168,16 +168,16 @@ def measure_case(case: Case, data: dict[str, Any], plan: Plan, clock: Clock) -> 
         job = _job(case, data, clock.device)
         return _measure(job, plan, clock)
     except (RequestError, torch.OutOfMemoryError) as error:
-        return Measured(trouble=_first_line(error))
+        return Measured(trouble=first_line(error))
     except Exception as error:  # a compiler's, most likely: the other cases can still be measured
         if not case.compile:
             raise
-        return Measured(trouble=f"{type(error).__name__}: {_first_line(error)}")
+        return Measured(trouble=f"{type(error).__name__}: {first_line(error)}")
     finally:
         if job is not None:
             job.data.close()
         del job
-        _forget(clock.device)
+        forget(clock.device)
 
 
 def _measure(job: Job, plan: Plan, clock: Clock) -> Measured:
@@ -202,14 +202,16 @@ def _job(case: Case, data: dict[str, Any], device: torch.device) -> Job:
     return assemble(configured(**options, **data, augment=["crop", "flip"], lr=0.01), World.alone(device))
 
 
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
+    """Free what a measurement leaves: compiled code and cached memory."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return an error's first line, for a cell of a table."""
     text = str(error).strip()
     return text.splitlines()[0][:100].replace("|", "/") if text else type(error).__name__
 
@@ -274,7 +276,7 @@ def measure(device: torch.device, plan: Plan) -> Iterator[Report]:
         matrix_flops(clock, plan.matrix, torch.bfloat16, plan.rounds),
         copy_rate(clock, plan.copied_bytes, plan.rounds),
     )
-    _forget(device)
+    forget(device)
     flop = {model: image_flop(model) for model in dict.fromkeys(case.model for case in plan.cases)}
     done: list[tuple[Case, Measured]] = []
 

@@ -302,8 +302,8 @@ a further pass has the order of the first: data/share.py
 + drawn_as = epoch
 = unit/test_share.py::test_a_resumed_stream_goes_on_from_its_state_or_reads_the_batches_before_again
 a state that leaves samples out is trusted: data/feed.py
-- if signature(sample) == last and following == expected and len(expected) == more:
-+ if len(expected) == more:
+- if signature(sample) == last and following == expected and len(expected) == count:
++ if len(expected) == count:
 a stream with other samples goes on silently: data/feed.py
 - is_same = signature(batch[-1]) == self._marks[-1].last
 + is_same = True
@@ -360,8 +360,8 @@ images are varied alike in each epoch: data/images.py
 + counter.keys(_DRAWS, self._seed, 0)
 = unit/test_mixing.py::test_any_shares_are_those_of_the_mixed_batch[names2]
 a share is mixed within itself: data/mixing.py
-- before = (share.start if share.start > begin else end) - 1
-+ before = share.stop - 1
+- partner = (share.start if share.start > begin else end) - 1
++ partner = share.stop - 1
 each rank draws its own mixture: data/mixing.py
 - seed(counter.keys(GENERATORS, self._seed, epoch, _PURPOSE), step)
 + pass
@@ -784,8 +784,8 @@ a data set that may change is read ahead: data/share.py
 + map_ahead(move, micros, device)
 = unit/test_accelerators.py::test_reading_ahead_keeps_the_order_the_errors_and_no_batch
 an error of the next batch drops one: data/transfer.py
-- while len(made) > (not is_over):
-+ while len(made) > 1:
+- while len(copies) > (not is_over):
++ while len(copies) > 1:
 = unit/test_trust.py::test_code_that_a_file_names_is_not_imported[eval run]
 code is imported where a run names it: cli/flags.py
 - flatten(base, imports)

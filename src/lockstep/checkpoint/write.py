@@ -174,9 +174,9 @@ def _write(
             point(folder / "best", final)
         point(folder / "last", final)
         sync_folder(folder)
-        kept = [*earlier, final][-keep:]
+        newest = [*earlier, final][-keep:]
         for _, old in list_checkpoints(folder):
-            is_kept = old in kept or old == _target(folder / "best")
+            is_kept = old in newest or old == _target(folder / "best")
             if not is_kept and (old / SUMS).exists():  # else lockstep did not write it
                 with contextlib.suppress(OSError):  # another host may be reading it; the next save tries again
                     _delete(old)

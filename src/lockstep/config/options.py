@@ -37,19 +37,8 @@ IDENTITY = (
 )
 """The options that make a run the run it is: others (strategy, devices, epochs, precision …) may change on resuming."""
 OF_A_SESSION = (
-    *(
-        "output",
-        "remote",
-        "resume",
-        "checkpoint-every",
-        "keep",
-        "log-every",
-        "profile",
-        "verify-every",
-        "ledger",
-        "seed",
-    ),
-    *("max-steps", "accumulate", "micro-batch", "draws", "batchnorm"),
+    *("output", "remote", "resume", "checkpoint-every", "keep", "log-every", "profile", "verify-every", "ledger"),
+    *("seed", "max-steps", "accumulate", "micro-batch", "draws", "batchnorm"),
     *("strategy", "shard-modules", "shard-size", "shard-reshard"),
     *("exchange", "exchange-every", "powersgd-rank", "powersgd-start", "precision", "deterministic"),
     *("checkpoint-activations", "timeout", "stall-timeout", "collectives", "track"),
@@ -119,15 +108,15 @@ def _place(config: RunConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
     urls = {key: values[key].rstrip("/") for key in ("output", "remote", "resume") if is_url(values.get(key))}
     if not urls:
         return values
-    known = urls if "remote" in values or not config.record.remote else {"remote": config.record.remote, **urls}
-    url, *others = {*known.values()}
-    if others:
-        named = " and ".join(f"--{key} {value}" for key, value in known.items())
-        raise RequestError(f"{named}: a run has one folder in a store; give one URL.")
-    placed = {**values, **urls, "remote": url}
+    stores = urls if "remote" in values or not config.record.remote else {"remote": config.record.remote, **urls}
+    url = next(iter(stores.values()))
+    if any(store != url for store in stores.values()):
+        flags = " and ".join(f"--{key} {value}" for key, value in stores.items())
+        raise RequestError(f"{flags}: a run has one folder in a store; give one URL.")
+    resolved = {**values, **urls, "remote": url}
     if "output" in urls or not (values.get("output") or config.record.output):
-        placed["output"] = local_folder(url)
-    return placed
+        resolved["output"] = local_folder(url)
+    return resolved
 
 
 def local_folder(url: str) -> Path:

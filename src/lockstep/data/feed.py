@@ -252,15 +252,15 @@ class Stream(IterableDataset[Any]):
         """
         if len(self._marks) < 2 or not all(mark.state for mark in self._marks):
             return None
-        (before, _), (after, last) = self._marks
+        (state_before, _), (state_after, last) = self._marks
         size, first = self._size, self._first
-        more = -(-_FOLLOWING // size) * size
+        count = -(-_FOLLOWING // size) * size
         with contextlib.suppress(Exception):  # the user's code: a stream that is read from its beginning needs none
-            earlier, later = self._opened(first - 1, before)[1], self._opened(first, after)[1]
+            earlier, later = self._opened(first - 1, state_before)[1], self._opened(first, state_after)[1]
             *_, sample = islice(earlier, size)
-            following, expected = ([signature(item) for item in islice(items, more)] for items in (earlier, later))
-            if signature(sample) == last and following == expected and len(expected) == more:
-                return first, *self._opened(first, after)
+            following, expected = ([signature(item) for item in islice(items, count)] for items in (earlier, later))
+            if signature(sample) == last and following == expected and len(expected) == count:
+                return first, *self._opened(first, state_after)
         return None
 
     def _opened(self, step: int = 0, state: str = "") -> tuple[Any, Iterator[Any]]:

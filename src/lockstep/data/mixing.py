@@ -34,8 +34,8 @@ class Mixing:
     def indices(self, order: Callable[[int, int], Indices], plan: BatchPlan, share: Share, samples: int) -> Indices:
         """Return the samples to read: the one before the share in its global batch, and the share's."""
         begin, end = plan.batch(share.step, samples)
-        before = (share.start if share.start > begin else end) - 1
-        return np.concatenate([order(before, before + 1), order(share.start, share.stop)])
+        partner = (share.start if share.start > begin else end) - 1
+        return np.concatenate([order(partner, partner + 1), order(share.start, share.stop)])
 
     def __call__(self, x: Tensor, y: Tensor, *, epoch: int, step: int) -> tuple[Tensor, Tensor]:
         """Return the share's mixed images, and its labels (n, classes), of what was read for it."""

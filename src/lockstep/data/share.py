@@ -308,11 +308,10 @@ class SharedLoader:
 
     def place(self, pass_: list[int], batches: int) -> list[Any]:
         """Return where a stream is after so many batches of a pass [epoch, earlier passes]; [] if unknown."""
-        after = self._marks.get(batches)
-        if after is None or pass_ != self._pass:
+        if batches not in self._marks or pass_ != self._pass:
             return []
-        before = self._marks.get(batches - 1)
-        return [pass_, batches, [*([before] if before else []), after]]
+        marks = [self._marks[number] for number in (batches - 1, batches) if number in self._marks]
+        return [pass_, batches, marks]
 
     def restore(self, place: list[Any]) -> None:
         """Continue a stream from where `place` was, once its pass is resumed."""

@@ -57,23 +57,23 @@ def map_ahead(make: Callable[[S], T], items: Iterator[S], device: torch.device) 
     if stream is None:
         yield from map(make, items)
         return
-    made, events, error, is_over = deque[T](), deque[torch.Event](), None, False
+    copies, events, error, is_over = deque[T](), deque[torch.Event](), None, False
     while not is_over:
         try:
             item = next(items)
             # Allocates memory of earlier items, which the computation that is queued by now may use.
             stream.wait_stream(torch.accelerator.current_stream(device))
             with stream:
-                made.append(make(item))
+                copies.append(make(item))
             events.append(stream.record_event())
             del item
         except StopIteration:
             is_over = True
         except Exception as item_error:
             is_over, error = True, item_error
-        while len(made) > (not is_over):
+        while len(copies) > (not is_over):
             torch.accelerator.current_stream(device).wait_event(events.popleft())
-            yield made.popleft()  # nothing here keeps a yielded batch alive
+            yield copies.popleft()  # nothing here keeps a yielded batch alive
     if error is not None:
         raise error
 

@@ -76,10 +76,10 @@ def manifest(
         flags += ["--nodes", f"{nodes}", "--init-method", f"tcp://{label}-node-0-0.{label}:{_PORT}"]
         flags += ["--timeout", f"{_MEET_S}"] if values["timeout"] == ParallelConfig().timeout else []
     command = [*command, *flags, *accelerator_flags(accelerator, gpus), *script]
-    ranks, each = (nodes * devices, 1) if KINDS[strategy].process_per_device else (nodes, devices)
+    ranks, devices_per_rank = (nodes * devices, 1) if KINDS[strategy].process_per_device else (nodes, devices)
     micro, accumulate = config.batch.micro_batch, config.batch.accumulate
     if not script:
-        BatchPlan.solve(config.batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=each)
+        BatchPlan.solve(config.batch.size, ranks, micro_size=micro, accumulation=accumulate, devices=devices_per_rank)
     limits = {"cpu": options.get("--cpus-per-node"), "memory": options.get("--mem")}
     limits |= {resource or "nvidia.com/gpu": count} if gpus else {}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)

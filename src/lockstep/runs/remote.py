@@ -249,8 +249,8 @@ class Upload(Recorder):
         self._wake.set()
 
     def _report_failure(self) -> None:
-        before, self._reported = self._reported, self._failure
-        if self._reported and not before:
+        is_known, self._reported = bool(self._reported), self._failure
+        if self._reported and not is_known:
             folder = shown(self._folder)
             text = f"The upload to {self._store.url} failed ({self._reported}): {folder} has all files, and the next "
             self._record("warning", text=f"{text}upload sends them.")
@@ -314,17 +314,17 @@ class Upload(Recorder):
         return True
 
     def _withdraw(self, name: str) -> None:
-        """Mark a checkpoint in the store as incomplete; `best` and `last` then stand for the newest complete one."""
-        files, place = self._store.files, f"checkpoints/{name}/{SUMS}"
+        """Mark a checkpoint there as incomplete: `last` then stands for the newest complete one, `best` for none."""
+        files = self._store.files
         links = [link for link in LINKS if self._store.target(link) == name]
-        others = [other for other in self._store.names("checkpoints") if parse_name(Path(other)) and other != name]
-        complete = [other for other in others if self._store.head(f"checkpoints/{other}/{SUMS}")]
+        names = [other for other in self._store.names("checkpoints") if parse_name(Path(other)) and other != name]
+        complete = [other for other in names if self._store.head(f"checkpoints/{other}/{SUMS}")]
         for link in links:
-            if complete:
+            if link == "last" and complete:
                 files.pipe_file(f"checkpoints/{link}", f"{max(complete, key=_number)}\n".encode())
             else:
                 files.rm(f"checkpoints/{link}")
-        files.rm(place)
+        files.rm(f"checkpoints/{name}/{SUMS}")
         self._targets = {}
 
     def _records(self) -> Iterator[Path]:
@@ -335,6 +335,6 @@ class Upload(Recorder):
     def _delete_old(self, *targets: str) -> None:
         """Delete checkpoints after the last one, of an abandoned branch, and those before the last `keep`."""
         names = sorted((name for name in self._store.names("checkpoints") if parse_name(Path(name))), key=_number)
-        kept = [name for name in names if _number(name) <= _number(targets[-1])][-self._keep :]
-        for name in {*names} - {*kept, *targets}:
+        newest = [name for name in names if _number(name) <= _number(targets[-1])][-self._keep :]
+        for name in {*names} - {*newest, *targets}:
             self._store.files.rm(f"checkpoints/{name}", recursive=True)
