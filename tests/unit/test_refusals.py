@@ -34,12 +34,12 @@ eval trained --epochs 3                | no use for --epochs
 eval trained --split valid             | 'valid' | did you mean validation?
 eval trained --predictions x.txt       | x.txt | a file .csv
 export --to onnx                       | No run given
-export gone --to onnx                  | gone is not there
+export gone --to safetensors | gone is not there
 export trained                         | No --to given | torch.export, onnx, safetensors, hub
-export trained --to onnx --push me/net | --push belongs to --to hub
+export trained --to safetensors --push me/net | --push belongs to --to hub
 export trained --to onxx               | did you mean onnx?
-export trained --to onnx --epochs 3    | lockstep export has no use for --epochs
-export trained --to onnx --output file | --output file exists
+export trained --to safetensors --epochs 3 | lockstep export has no use for --epochs
+export trained --to safetensors --output file | --output file exists
 diff                                   | compares two checkpoints, found 0
 diff a b --tolerance nan               | --tolerance nan: give a finite number
 submit pbs digits                      | Unknown scheduler 'pbs'
