@@ -14,13 +14,14 @@ TALKING = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "workers", "encoding"), [pytest.param(1, 0, "utf-8", marks=pytest.mark.long), (2, 1, "ascii")]
+    ("ranks", "workers", "encoding"), [(2, 1, "utf-8"), pytest.param(1, 0, "ascii", marks=pytest.mark.long)]
 )
 def test_all_that_ranks_and_their_workers_say_is_in_the_run_folder(
     tmp_path: Path, ranks: int, workers: int, encoding: str
 ) -> None:
     words = (*TALKING.split(), "--devices", ranks, "--workers", workers)
-    ended = command(tmp_path, *words, PYTHONIOENCODING=encoding)
+    more = {} if encoding == "utf-8" else {"PYTHONIOENCODING": encoding}  # which takes a cold process
+    ended = command(tmp_path, *words, **more)
     assert ended.code == 0, ended.err
     assert f"global batch 8 = {ranks} rank" in ended.out
     assert (" × " in ended.out) == (encoding == "utf-8")

@@ -61,16 +61,17 @@ def ejected(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-def _cases() -> Iterator[tuple[object, ...]]:
-    """Yield command lines in which each recipe, way and variant comes at least twice."""
+def _cases(rounds: int) -> Iterator[tuple[object, ...]]:
+    """Yield command lines in which each recipe, way and variant comes at least so many times."""
     recipes, variants = itertools.cycle(RECIPES.items()), itertools.cycle(VARIANTS.values())
-    for way in itertools.chain(*[WAYS.values()] * 2):
+    for way in itertools.chain(*[WAYS.values()] * rounds):
         (name, words), variant = next(recipes), next(variants)
         yield (name, *words, *way, *variant)
 
 
-def test_files_are_clean_and_need_no_lockstep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, words in enumerate(_cases()):
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_files_are_clean_and_need_no_lockstep(rounds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, words in enumerate(_cases(rounds)):
         text = ejected(capsys, *words)
         (tmp_path / f"{number}.py").write_text(text)
         imported = {
